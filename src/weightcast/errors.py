@@ -1,0 +1,335 @@
+"""Every exception weightcast raises.
+
+    WeightcastError
+    ├── InvalidInput              what the caller passed is wrong; nothing was read or changed
+    │   ├── UnsupportedTensor     a dtype, layout or object that cannot be carried
+    │   ├── UnknownSource         no transport for this URL
+    │   ├── UnsupportedFormat     a file of ours with a format number or kind this release cannot read
+    │   └── MissingExtra          an optional package is not installed
+    ├── NotFound
+    │   ├── StoreNotFound · VersionNotFound · VersionNotSet
+    │   └── SnapshotNotFound      also a FileNotFoundError; lists every place that was searched
+    ├── Conflict                  right in itself, wrong now
+    │   ├── VersionExists · StoreBusy · UpdateInProgress · WrongState
+    │   └── BaseVersionMismatch   a delta for another base than the one that is served
+    ├── Corrupt                   bytes are not what was published
+    │   ├── ManifestCorrupt · PartCorrupt · DigestMismatch · VersionFileInvalid · SnapshotInvalid
+    │   └── PickleRefused         a pickle that wants to build something other than tensors
+    ├── VersionDoesNotFit         names, shapes, dtypes or groups differ from the model; carries all mismatches
+    ├── VerificationUnavailable   a digest check was asked for and the source has no digests
+    ├── SourceFailed              the source died, or sent too little, too much or the same twice
+    ├── DeadlineExceeded
+    ├── StorageFailed             the file system refused: full, read-only, no permission
+    ├── UpdateFailed              something outside of weightcast broke an update; no weights were changed
+    ├── CommitFailed              writing into the live model failed; says which version it holds now
+    └── ClearIncomplete           memory that clear() should have freed is still referenced
+
+Each class has a stable `code`, used by programs where people read the message, and an `exit_code` for the command line:
+2 where the caller must change the call, 1 where the call was right and failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+
+Path = str | PathLike[str]
+
+
+class WeightcastError(Exception):
+    """Root of every error this package raises on purpose."""
+
+    code = "error"
+    exit_code = 1
+
+
+class InvalidInput(WeightcastError):
+    """The call itself is wrong. Nothing was read or changed."""
+
+    code = "invalid_input"
+    exit_code = 2
+
+
+class UnsupportedTensor(InvalidInput):
+    """A tensor whose dtype, layout or type cannot be carried."""
+
+    code = "unsupported_tensor"
+
+
+class UnknownSource(InvalidInput):
+    """No transport is registered for this source."""
+
+    code = "unknown_source"
+
+    def __init__(self, source: str, schemes: Iterable[str]) -> None:
+        self.source = source
+        super().__init__(
+            f"cannot open source {source!r}: give a directory or a URL that starts with one of "
+            f"{', '.join(f'{scheme}://' for scheme in schemes)}."
+        )
+
+
+class UnsupportedFormat(InvalidInput):
+    """A file of ours in a form that this release cannot read."""
+
+    code = "unsupported_format"
+
+
+class MissingExtra(InvalidInput):
+    """An optional package is needed and not installed."""
+
+    code = "missing_extra"
+
+    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        self.package, self.extra = package, extra
+        super().__init__(f"{needed_for} needs {package}, which is not installed: pip install 'weightcast[{extra}]'")
+
+
+class NotFound(WeightcastError):
+    """Something that was named does not exist."""
+
+    code = "not_found"
+    exit_code = 2
+
+
+class StoreNotFound(NotFound):
+    """The directory given as a store is not one."""
+
+    code = "store_not_found"
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"no weightcast store at {path}: {why}.")
+
+
+class VersionNotFound(NotFound):
+    """A version that the source does not hold."""
+
+    code = "version_not_found"
+
+    def __init__(self, version: str, where: Path, present: Sequence[str]) -> None:
+        self.version, self.present = version, tuple(present)
+        held = f"it holds {', '.join(present)}" if present else "it holds no version yet"
+        super().__init__(f"version {version} is not in {where}: {held}.")
+
+
+class VersionNotSet(NotFound):
+    """No version was asked for and no version file says which one is newest."""
+
+    code = "version_not_set"
+
+
+class SnapshotNotFound(NotFound, FileNotFoundError):
+    """No snapshot for this rank and device id; the message lists every place that was searched."""
+
+    code = "snapshot_not_found"
+
+    def __init__(self, rank: int, device_id: str, tried: Sequence[Path]) -> None:
+        self.rank, self.device_id, self.tried = rank, device_id, tuple(str(path) for path in tried)
+        places = "".join(f"\n  {path}" for path in self.tried)
+        super().__init__(f"no snapshot for rank {rank}, device id {device_id}. Looked for, in this order:{places}")
+
+
+class Conflict(WeightcastError):
+    """Right in itself, but not in the present state."""
+
+    code = "conflict"
+
+
+class VersionExists(Conflict):
+    """A version of that name is already published. Versions never change."""
+
+    code = "version_exists"
+
+
+class StoreBusy(Conflict):
+    """Another process is publishing to or pruning the store."""
+
+    code = "store_busy"
+
+
+class UpdateInProgress(Conflict):
+    """A second update while one runs."""
+
+    code = "update_in_progress"
+
+    def __init__(self, state: str) -> None:
+        super().__init__(f"an update is already running (state {state}). Wait for it; nothing was changed by this call.")
+
+
+class WrongState(Conflict):
+    """The operation is not allowed in this state."""
+
+    code = "wrong_state"
+
+    def __init__(self, operation: str, state: str, allowed: Iterable[str]) -> None:
+        self.state = state
+        super().__init__(f"cannot {operation} in state {state}: allowed in {', '.join(sorted(allowed))}.")
+
+
+class BaseVersionMismatch(Conflict):
+    """A delta arrived whose base is not what this rank serves."""
+
+    code = "base_version_mismatch"
+
+    def __init__(self, *, version: str, base: str, base_root: str, serving: str | None, serving_root: str | None) -> None:
+        self.version, self.base, self.serving = version, base, serving
+        super().__init__(
+            f"version {version} is a delta on {base} ({base_root}), but the model holds "
+            f"{serving or 'no published version'} ({serving_root or 'digest unknown'}). No weights were changed. "
+            f"Update to {base} first, or publish a full version: weightcast publish --mode full."
+        )
+
+
+class Corrupt(WeightcastError):
+    """Bytes are not what was published."""
+
+    code = "corrupt"
+
+
+class ManifestCorrupt(Corrupt):
+    """A manifest that cannot be believed."""
+
+    code = "manifest_corrupt"
+
+    def __init__(self, path: Path, problems: str | Sequence[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(
+            f"manifest {path} cannot be used: {'; '.join(self.problems)}. Publish the version again under a new name, "
+            "or restore the directory from a copy."
+        )
+
+
+class PartCorrupt(Corrupt):
+    """A file of a version is missing, has another size, or its header differs from what was published."""
+
+    code = "part_corrupt"
+
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path = str(path)
+        super().__init__(f"{path}: {problem}.")
+
+
+class DigestMismatch(Corrupt):
+    """Tensors whose bytes differ from their digests. All of them are listed."""
+
+    code = "digest_mismatch"
+
+    def __init__(self, where: str, tensors: Sequence[tuple[str, str, str]]) -> None:
+        self.tensors = tuple(name for name, _, _ in tensors)
+        lines = "".join(f"\n  {name}: expected {expected}, found {found}" for name, expected, found in tensors)
+        super().__init__(f"{where}: {len(tensors)} tensor(s) differ from their digests:{lines}")
+
+
+class VersionFileInvalid(Corrupt):
+    """version.yaml or version.txt is unreadable, or the two disagree."""
+
+    code = "version_file_invalid"
+
+
+class SnapshotInvalid(Corrupt):
+    """A legacy snapshot that is incomplete, mixed or mislabelled. All problems are listed."""
+
+    code = "snapshot_invalid"
+
+    def __init__(self, where: Path, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"snapshot {where} cannot be loaded:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+class PickleRefused(Corrupt):
+    """A pickle asks for something that is not a tensor. Nothing in it was executed."""
+
+    code = "pickle_refused"
+
+    def __init__(self, path: Path, wanted: str) -> None:
+        self.wanted = wanted
+        super().__init__(
+            f"{path}: the pickle asks for {wanted}, which is not part of a tensor. Nothing in it was executed. "
+            "If you trust the file, save it again as safetensors with the framework that wrote it."
+        )
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One way in which a version does not fit a model."""
+
+    kind: str
+    name: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.name}: {self.detail}"
+
+
+class VersionDoesNotFit(WeightcastError):
+    """Names, shapes, dtypes or groups of a version differ from the model. Nothing was written."""
+
+    code = "version_does_not_fit"
+
+    def __init__(self, version: str, mismatches: Sequence[Mismatch]) -> None:
+        self.version, self.mismatches = version, tuple(mismatches)
+        super().__init__(
+            f"version {version} does not fit the model; no weights were changed. {len(mismatches)} mismatch(es):"
+            + "".join(f"\n  {mismatch}" for mismatch in mismatches)
+        )
+
+
+class VerificationUnavailable(WeightcastError):
+    """A digest check was asked for and the source has nothing to check against."""
+
+    code = "verification_unavailable"
+    exit_code = 2
+
+
+class SourceFailed(WeightcastError):
+    """The source died or did not keep its word. No live weights were changed by the bytes it sent."""
+
+    code = "source_failed"
+
+
+class DeadlineExceeded(WeightcastError):
+    """Something took longer than the caller allowed."""
+
+    code = "deadline_exceeded"
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self.what, self.seconds = what, seconds
+        super().__init__(
+            f"{what} did not finish within {seconds:g} s. Give it a larger timeout, or look at what it waits for."
+        )
+
+
+class StorageFailed(WeightcastError):
+    """The file system refused an operation."""
+
+    code = "storage_failed"
+
+    def __init__(self, operation: str, path: Path, cause: OSError) -> None:
+        self.path, self.errno = str(path), cause.errno
+        super().__init__(f"cannot {operation} {path}: {cause.strerror or cause}.")
+
+
+class UpdateFailed(WeightcastError):
+    """Something that is not ours (memory, a framework) failed while a version was staged. No weights were changed."""
+
+    code = "update_failed"
+
+
+class CommitFailed(WeightcastError):
+    """Writing into the live model failed. The message says what the model holds now."""
+
+    code = "commit_failed"
+
+
+class ClearIncomplete(WeightcastError):
+    """clear() dropped the parameters, but something else still holds their memory."""
+
+    code = "clear_incomplete"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"the memory of {len(names)} parameter(s) is still referenced from outside the model, so it was not freed: "
+            f"{', '.join(names)}. Drop those references (optimizers, views, captured graphs) and clear again."
+        )

@@ -1,0 +1,61 @@
+"""Views of NumPy, torch and Paddle tensors without a copy. A framework is imported only when its tensor is met."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from weightcast.errors import UnsupportedTensor
+from weightcast.tensors.bridges import numpy_bridge
+from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
+
+
+class Bridge(Protocol):
+    """What a framework must tell about one of its tensors. Modules in this package implement it as functions."""
+
+    def spec(self, name: str, tensor: object) -> TensorSpec:
+        """Name, dtype and shape; works without storage (torch's `meta` device)."""
+
+    def has_storage(self, tensor: object) -> bool:
+        """False for a tensor that has a shape and no memory."""
+
+    def host(self, tensor: object) -> Array:
+        """The elements as a NumPy array that shares the tensor's memory and strides; a copy only if it is on a device."""
+
+    def memory_key(self, tensor: object) -> tuple[object, ...]:
+        """Equal for two tensors exactly when they are the same memory seen the same way."""
+
+
+def bridge_for(tensor: object) -> Bridge:
+    """The bridge for whatever framework owns `tensor`."""
+    if isinstance(tensor, np.ndarray | np.generic):
+        return numpy_bridge
+    for cls in type(tensor).__mro__:
+        root = cls.__module__.partition(".")[0]
+        if root == "torch":
+            from weightcast.tensors.bridges import torch_bridge  # noqa: PLC0415 - torch is an extra
+
+            return torch_bridge
+        if root == "paddle":
+            from weightcast.tensors.bridges import paddle_bridge  # noqa: PLC0415 - paddle is an extra
+
+            return paddle_bridge
+    raise UnsupportedTensor(f"an object of type {type(tensor).__qualname__} is not a NumPy, torch or Paddle tensor.")
+
+
+def spec_of(name: str, tensor: object) -> TensorSpec:
+    """Describe a tensor of any framework. Errors name the tensor."""
+    try:
+        return bridge_for(tensor).spec(name, tensor)
+    except UnsupportedTensor as error:
+        raise UnsupportedTensor(f"tensor {name!r}: {error}") from error
+
+
+def host_array(name: str, tensor: object) -> Array:
+    """The elements of a tensor of any framework, sharing its memory where it lies on the host."""
+    bridge = bridge_for(tensor)
+    if not bridge.has_storage(tensor):
+        raise UnsupportedTensor(f"tensor {name!r} has no storage (it is on the meta device, or was cleared).")
+    return bridge.host(tensor)
