@@ -1,0 +1,1 @@
+"""Every struct that leaves a process: data, no behaviour."""

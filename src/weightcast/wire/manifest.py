@@ -1,0 +1,203 @@
+"""The manifest: what a version is, where its bytes lie and how to prove them. The format is written down in docs/format.md.
+
+A manifest is JSON whose first field is a digest over the file itself, so that a flipped byte anywhere is noticed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from weightcast.errors import InvalidInput, ManifestCorrupt, Path, UnsupportedTensor
+from weightcast.tensors.digest import ALGORITHMS, Algorithm, root_digest
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.seal import seal, unseal
+
+FORMAT = 1
+MAX_MANIFEST_NBYTES = 1 << 30
+
+_VERSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a version: what it is and where its bytes sit.
+
+    `offset` counts bytes from the start of the file of part `part`. `digest` covers raw bytes, so two NaNs may differ.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    part: int
+    offset: int
+    nbytes: int
+    digest: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor without its place."""
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+
+
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One safetensors file. Its tensors' digests cover the data; `header_digest` covers the bytes before the data."""
+
+    file: str
+    nbytes: int
+    header_nbytes: int
+    header_digest: str
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that travels with a version unchanged: the index, a config, a tokenizer."""
+
+    file: str
+    nbytes: int
+    digest: str
+
+
+class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that a delta was built on, and the root digest it must have."""
+
+    version: str
+    root_digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A version: an immutable set of tensors.
+
+    `sequence` is the order of publication in a store. `algorithm` is None for a source that holds no digests (a legacy
+    snapshot without a manifest); all digests are then empty. `tied` maps a name to the name that holds its bytes.
+    """
+
+    version: str
+    sequence: int
+    step: int
+    kind: Literal["full", "delta"]
+    created_s: float
+    algorithm: Algorithm | None
+    root_digest: str
+    parts: tuple[PartEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    files: tuple[FileEntry, ...] = ()
+    tied: dict[str, str] = {}
+    base: BaseRef | None = None
+    metadata: dict[str, str] = {}
+    format: int = FORMAT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.tensors)
+
+    def by_name(self) -> dict[str, TensorEntry]:
+        """Every name of the version with the entry that holds its bytes; tied names lead to the same entry."""
+        entries = {entry.name: entry for entry in self.tensors}
+        return entries | {name: entries[holder] for name, holder in self.tied.items()}
+
+
+def check_version_id(version: str) -> str:
+    """Refuse a version id that could not be a directory name everywhere."""
+    if not isinstance(version, str) or not _VERSION_ID.fullmatch(version):
+        raise InvalidInput(
+            f"{version!r} cannot be a version id: use 1 to 128 letters, digits and . _ + -, starting with a letter or digit."
+        )
+    return version
+
+
+def compute_root(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> str:
+    """The root digest that follows from the entries; empty where there are no digests."""
+    return root_digest(((entry.spec, entry.digest) for entry in tensors), algorithm) if algorithm else ""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json: one line, the seal first."""
+    return seal(manifest)
+
+
+def decode_manifest(data: bytes, path: Path) -> Manifest:
+    """Read manifest.json, believing nothing: the seal, every field, every place and the root digest are checked.
+
+    `path` is only for messages. Raises `ManifestCorrupt` with all problems, or `UnsupportedFormat` for a newer format.
+    """
+    manifest = unseal(data, path, Manifest, newest=FORMAT)
+    problems = list(find_problems(manifest))
+    if problems:
+        raise ManifestCorrupt(path, problems)
+    return manifest
+
+
+def find_problems(manifest: Manifest) -> Iterator[str]:
+    """Everything in a manifest that contradicts itself or points outside of its version."""
+    if not _VERSION_ID.fullmatch(manifest.version):
+        yield f"version id {manifest.version!r} is not allowed"
+    if manifest.algorithm is None:
+        yield "it has no digests"
+    if (manifest.base is None) != (manifest.kind == "full"):
+        yield f"kind {manifest.kind} with base {manifest.base}"
+    files = [part.file for part in manifest.parts] + [file.file for file in manifest.files]
+    for file, count in Counter(files).items():
+        if count > 1:
+            yield f"file {file!r} is listed {count} times"
+        if not _FILE_NAME.fullmatch(file):
+            yield f"file name {file!r} is not allowed"
+    names = [entry.name for entry in manifest.tensors] + list(manifest.tied)
+    yield from (f"tensor {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1)
+    holders = {entry.name for entry in manifest.tensors}
+    for name, holder in manifest.tied.items():
+        if holder not in holders:
+            yield f"{name!r} is tied to {holder!r}, which has no bytes"
+    yield from tensor_problems(manifest.tensors, manifest.algorithm)
+    if manifest.kind == "full":
+        yield from place_problems(manifest.parts, manifest.tensors)
+    if manifest.root_digest != _root_or_none(manifest):
+        yield "the root digest does not follow from the tensors"
+
+
+def _root_or_none(manifest: Manifest) -> str | None:
+    try:
+        return compute_root(manifest.tensors, manifest.algorithm)
+    except UnsupportedTensor:  # a name that cannot be; reported with the tensor itself
+        return None
+
+
+def tensor_problems(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> Iterator[str]:
+    """Tensors that cannot be: names, sizes and digests."""
+    for entry in tensors:
+        try:
+            expected = entry.spec.nbytes
+        except UnsupportedTensor as error:
+            yield str(error)
+            continue
+        if min(entry.shape, default=0) < 0 or entry.nbytes != expected:
+            yield f"tensor {entry.name!r} is {entry.spec.describe()} but has {entry.nbytes} bytes"
+        if not _is_digest(entry.digest, algorithm):
+            yield f"tensor {entry.name!r} has digest {entry.digest!r}, not one by {algorithm}"
+
+
+def _is_digest(digest: str, algorithm: Algorithm | None) -> bool:
+    if algorithm is None:
+        return digest == ""
+    name, _, value = digest.partition(":")
+    return name == algorithm and algorithm in ALGORITHMS and re.fullmatch(r"[0-9a-f]{32,64}", value) is not None
+
+
+def place_problems(parts: tuple[PartEntry, ...], tensors: tuple[TensorEntry, ...]) -> Iterator[str]:
+    """Safetensors allows no holes: the tensors of a part must fill it exactly."""
+    ends = {index: part.header_nbytes for index, part in enumerate(parts)}
+    for entry in sorted(tensors, key=lambda entry: (entry.part, entry.offset, entry.nbytes)):
+        if entry.part not in ends:
+            yield f"tensor {entry.name!r} lies in part {entry.part} of {len(parts)}"
+        elif entry.offset != ends[entry.part]:
+            yield f"tensor {entry.name!r} starts at {entry.offset} in part {entry.part}, not at {ends[entry.part]}"
+        else:
+            ends[entry.part] += entry.nbytes
+    for index, part in enumerate(parts):
+        if ends[index] != part.nbytes:
+            yield f"part {part.file!r} has {part.nbytes} bytes but its tensors end at {ends[index]}"

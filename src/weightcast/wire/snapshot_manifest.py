@@ -1,0 +1,62 @@
+"""The manifest of a snapshot: a small sealed file beside the legacy files, written last, that says which belong together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from weightcast.errors import InvalidInput, ManifestCorrupt, Path
+from weightcast.tensors.digest import Algorithm
+from weightcast.wire.manifest import PartEntry, TensorEntry, check_version_id, place_problems, tensor_problems
+from weightcast.wire.seal import seal, unseal
+
+FORMAT = 1
+
+
+class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one rank and device id, in the order of loading. `part` of a tensor is an index into `files`."""
+
+    version: str
+    rank: int
+    device_id: str
+    created_s: float
+    algorithm: Algorithm
+    files: tuple[PartEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    format: int = FORMAT
+
+
+def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
+    """The bytes of the manifest's file."""
+    return seal(manifest)
+
+
+def decode_snapshot_manifest(data: bytes, path: Path) -> SnapshotManifest:
+    """Read a snapshot's manifest, believing nothing. `path` is only for messages.
+
+    Raises `ManifestCorrupt` with all problems, or `UnsupportedFormat` for a newer format.
+    """
+    manifest = unseal(data, path, SnapshotManifest, newest=FORMAT)
+    problems = list(_find_problems(manifest))
+    if problems:
+        raise ManifestCorrupt(path, problems)
+    return manifest
+
+
+def _find_problems(manifest: SnapshotManifest) -> Iterator[str]:
+    try:
+        check_version_id(manifest.version)
+    except InvalidInput as error:
+        yield str(error)
+    if not manifest.files:
+        yield "it lists no files"
+    for file, count in Counter(part.file for part in manifest.files).items():
+        if count > 1:
+            yield f"file {file!r} is listed {count} times"
+    for name, count in Counter(entry.name for entry in manifest.tensors).items():
+        if count > 1:
+            yield f"tensor {name!r} is listed {count} times"
+    yield from tensor_problems(manifest.tensors, manifest.algorithm)
+    yield from place_problems(manifest.files, manifest.tensors)
