@@ -1,0 +1,183 @@
+"""Checking versions and comparing them, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from weightcast.errors import Corrupt, StorageFailed
+from weightcast.store.reader import VersionReader
+from weightcast.tensors.digest import DEFAULT, Hasher
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import BLOCK_NBYTES, from_bytes
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.ulp import bits, distance
+from weightcast.wire.manifest import Manifest, TensorEntry
+
+Progress = Callable[[int], None]
+
+
+def no_progress(nbytes: int) -> None:
+    """Ignore how far the work has come."""
+
+
+@dataclass
+class VerifyReport:
+    """What verifying a version found. `problems` is empty exactly when every byte is as published."""
+
+    version: str
+    tensors: int = 0
+    nbytes: int = 0
+    root_digest: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing is wrong."""
+        return not self.problems
+
+
+def verify_version(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> VerifyReport:
+    """Read every byte of a version and compare it with the manifest. All problems are reported, not the first."""
+    report = VerifyReport(version=manifest.version, root_digest=manifest.root_digest)
+    buffer = memoryview(bytearray(BLOCK_NBYTES))
+    with VersionReader(directory, manifest) as reader:
+        unreadable: set[int] = set()
+        for index in range(len(manifest.parts)):
+            try:
+                reader.open_part(index)
+            except (Corrupt, StorageFailed) as error:
+                unreadable.add(index)
+                report.problems.append(str(error))
+        for entry in reader.in_order():
+            if entry.part not in unreadable:
+                _verify_tensor(reader, entry, buffer, report, progress)
+    for file in manifest.files:
+        try:
+            data = (directory / file.file).read_bytes()
+        except OSError as error:
+            report.problems.append(f"{directory / file.file}: {error.strerror}.")
+            continue
+        hasher = Hasher(manifest.algorithm or DEFAULT)
+        hasher.update(data)
+        if hasher.digest() != file.digest:
+            report.problems.append(f"{directory / file.file}: expected {file.digest}, found {hasher.digest()}.")
+    return report
+
+
+def _verify_tensor(
+    reader: VersionReader, entry: TensorEntry, buffer: memoryview, report: VerifyReport, progress: Progress
+) -> None:
+    hasher = Hasher(reader.manifest.algorithm or DEFAULT)
+    try:
+        for start in range(0, entry.nbytes, len(buffer)):
+            block = buffer[: entry.nbytes - start]
+            reader.read_into(entry, start, block)
+            hasher.update(block)
+            progress(len(block))
+    except (Corrupt, StorageFailed) as error:
+        report.problems.append(f"tensor {entry.name}: {error}")
+        return
+    if reader.manifest.algorithm and hasher.digest() != entry.digest:
+        file = reader.manifest.parts[entry.part].file
+        report.problems.append(f"tensor {entry.name} in {file}: expected {entry.digest}, found {hasher.digest()}.")
+        return
+    report.tensors += 1
+    report.nbytes += entry.nbytes
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """How one tensor differs between two versions.
+
+    For `changed`, distances are in units in the last place (integers: in ones) over the elements that changed.
+    """
+
+    name: str
+    kind: Literal["added", "removed", "reshaped", "changed"]
+    before: str = ""
+    after: str = ""
+    elements: int = 0
+    changed: int = 0
+    max_ulp: int = 0
+    mean_ulp: float = 0.0
+    one_ulp: int = 0
+
+
+@dataclass(frozen=True)
+class VersionDiff:
+    """How version `b` differs from version `a`. Tensors that are equal are only counted."""
+
+    a: str
+    b: str
+    same: int
+    tensors: list[TensorDiff]
+
+    @property
+    def equal(self) -> bool:
+        """True if both hold the same tensors, bit for bit."""
+        return not self.tensors
+
+
+def diff_versions(a: VersionReader, b: VersionReader, progress: Progress = no_progress) -> VersionDiff:
+    """Compare two versions element by element; tensors whose digests agree are not read."""
+    before, after = a.manifest.by_name(), b.manifest.by_name()
+    same_algorithm = a.manifest.algorithm == b.manifest.algorithm is not None
+    diffs: list[TensorDiff] = []
+    same = 0
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None:
+            kind: Literal["added", "removed"] = "added" if old is None else "removed"
+            diffs.append(TensorDiff(name, kind, _describe(old), _describe(new)))
+            continue
+        if (old.dtype, old.shape) != (new.dtype, new.shape):
+            diffs.append(TensorDiff(name, "reshaped", _describe(old), _describe(new)))
+        elif same_algorithm and old.digest == new.digest:
+            same += 1
+        else:
+            diff = _diff_tensor(name, (a, old), (b, new))
+            same += not diff.changed
+            diffs += [diff] if diff.changed else []
+        progress(new.nbytes)
+    return VersionDiff(a=a.manifest.version, b=b.manifest.version, same=same, tensors=diffs)
+
+
+def _describe(entry: TensorEntry | None) -> str:
+    return entry.spec.describe() if entry else ""
+
+
+def _diff_tensor(name: str, a: tuple[VersionReader, TensorEntry], b: tuple[VersionReader, TensorEntry]) -> TensorDiff:
+    (old_reader, old), (new_reader, new) = a, b
+    old_buffer, new_buffer = memoryview(bytearray(BLOCK_NBYTES)), memoryview(bytearray(BLOCK_NBYTES))
+    dtype = DType.F32 if old.dtype is DType.C64 else old.dtype  # complex elements are compared as pairs
+    changed = one = largest = 0
+    total = 0.0
+    for start in range(0, old.nbytes, BLOCK_NBYTES):
+        size = min(BLOCK_NBYTES, old.nbytes - start)
+        old_reader.read_into(old, start, old_buffer[:size])
+        new_reader.read_into(new, start, new_buffer[:size])
+        block = TensorSpec(name=name, dtype=dtype, shape=(size // dtype.itemsize,))
+        x, y = from_bytes(old_buffer[:size], block), from_bytes(new_buffer[:size], block)
+        moved = np.flatnonzero(bits(x) != bits(y))
+        if len(moved):
+            ulps = distance(bits(x)[moved].view(x.dtype), bits(y)[moved].view(y.dtype), dtype)
+            changed += len(moved)
+            one += int((ulps == 1).sum())
+            largest = max(largest, int(ulps.max()))
+            total += float(ulps.sum(dtype=np.float64))
+    return TensorDiff(
+        name=name,
+        kind="changed",
+        before=_describe(old),
+        after=_describe(new),
+        elements=old.nbytes // dtype.itemsize,
+        changed=changed,
+        max_ulp=largest,
+        mean_ulp=total / changed if changed else 0.0,
+        one_ulp=one,
+    )

@@ -1,0 +1,143 @@
+"""The few file operations that durable publishing is made of. Every refusal of the file system becomes `StorageFailed`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from weightcast.errors import StorageFailed
+from weightcast.tensors.flat import Buffer
+
+
+@contextmanager
+def refusals(operation: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a `StorageFailed` that names the operation and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(operation, path, error) from error
+
+
+class FileWriter:
+    """A new file, written front to back; `sync` makes it survive a power cut. Refuses to overwrite unless told."""
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path
+        self.position = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if overwrite else os.O_EXCL)
+        with refusals("create", path):
+            self._fd = os.open(path, flags, 0o644)
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`."""
+        rest = memoryview(data).cast("B")
+        with refusals("write", self.path):
+            while rest:
+                written = os.write(self._fd, rest)
+                rest = rest[written:]
+                self.position += written
+
+    def rewrite(self, data: Buffer, offset: int) -> None:
+        """Replace bytes that were written before."""
+        rest = memoryview(data).cast("B")
+        with refusals("write", self.path):
+            while rest:
+                written = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+
+    def sync(self) -> None:
+        """Wait until the bytes are on the medium."""
+        with refusals("sync", self.path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file. Safe twice."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with refusals("close", self.path):
+                os.close(fd)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def make_dir(path: Path) -> None:
+    """Make a directory and its parents; one that exists is fine."""
+    if path.is_dir():
+        return
+    make_dir(path.parent)
+    with refusals("make directory", path):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the names in a directory survive a power cut."""
+    with refusals("sync directory", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file whose directory is not yet visible to anyone."""
+    with FileWriter(path) as file:
+        file.write(data)
+        file.sync()
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Give `path` new contents in one step: readers see the old or the new bytes, also after a power cut."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with FileWriter(aside, overwrite=True) as file:
+            file.write(data)
+            file.sync()
+        rename(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_dir(path.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename within one file system, replacing what is there."""
+    with refusals("rename to", new):
+        old.rename(new)
+
+
+def remove_dir(path: Path) -> int:
+    """Remove a flat directory of files and return the bytes freed. Files go in the order of their names."""
+    freed = 0
+    with refusals("remove", path):
+        for file in sorted(path.iterdir()):
+            freed += file.lstat().st_size
+            file.unlink()
+        path.rmdir()
+    return freed
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The contents of a small file. Missing files raise FileNotFoundError, larger ones `StorageFailed`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageFailed("read", path, error) from error
+    if len(data) > limit:
+        raise StorageFailed("read", path, OSError(27, f"it is larger than {limit} bytes"))
+    return data
