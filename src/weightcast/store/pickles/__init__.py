@@ -1,0 +1,1 @@
+"""Pickled state dicts of Paddle and torch, read without running them."""
