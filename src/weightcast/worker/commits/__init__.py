@@ -1,0 +1,1 @@
+"""The ways in which staged tensors become live ones, and how each is undone."""

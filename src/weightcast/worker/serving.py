@@ -1,0 +1,48 @@
+"""What a live model remembers: the version it serves, and the one that waits to be committed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from weightcast.clock import Deadline
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.commits.staged import StagedCommit
+from weightcast.worker.fit import Plan
+from weightcast.worker.result import CommitMode
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the model holds: set by a commit, dropped when the weights are no longer whole."""
+
+    manifest: Manifest
+    plan: Plan
+
+
+@dataclass
+class StagedUpdate:
+    """A version that is staged and verified and waits for `commit` or `abandon`."""
+
+    manifest: Manifest
+    plan: Plan
+    mode: CommitMode
+    source: str
+    commit: StagedCommit
+    deadline: Deadline
+    started: float
+    stage_s: float
+    verify_s: float
+
+
+@dataclass
+class Stopwatch:
+    """Seconds since it was made or last read."""
+
+    _last: float = field(default_factory=time.monotonic)
+
+    def lap(self) -> float:
+        """Read it and start again."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return seconds

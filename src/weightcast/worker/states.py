@@ -1,0 +1,103 @@
+"""The state table of a live model. Pure data: everything that asks "may I?" asks here.
+
+READY ──► STAGING ──► STAGED ──► COMMITTING ──► READY (new version)
+  ▲          │ fail      │ abandon    │ fail, undone ──► where it came from
+  └──────────┴───────────┘            │ fail, not undone ──► FAILED (holds no whole version; the next update recovers)
+READY ──► CLEARING ──► CLEARED: no weights in memory, also before the first load
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum, StrEnum
+
+from weightcast.errors import UpdateInProgress, WrongState
+
+
+class State(StrEnum):
+    """What a live model is doing."""
+
+    READY = "READY"
+    STAGING = "STAGING"
+    STAGED = "STAGED"
+    COMMITTING = "COMMITTING"
+    CLEARING = "CLEARING"
+    CLEARED = "CLEARED"
+    FAILED = "FAILED"
+
+
+class LegacyStatus(IntEnum):
+    """The status integers of the legacy protocol, and FAILED, which it lacked."""
+
+    NORMAL = 0
+    UPDATING = 1
+    CLEARING = -1
+    CLEARED = -2
+    FAILED = 2
+
+
+RESTING = frozenset({State.READY, State.CLEARED, State.FAILED})
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.READY: frozenset({State.STAGING, State.COMMITTING, State.CLEARING}),
+    State.CLEARED: frozenset({State.STAGING, State.COMMITTING, State.CLEARING}),
+    State.FAILED: frozenset({State.STAGING, State.COMMITTING, State.CLEARING}),
+    State.STAGING: RESTING | {State.STAGED},
+    State.STAGED: RESTING | {State.COMMITTING},
+    State.COMMITTING: RESTING,
+    State.CLEARING: frozenset({State.CLEARED, State.FAILED}),
+}
+
+
+class Lifecycle:
+    """The present state. `begin` claims the model for one operation; everybody else is refused until it rests again."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._resting = state
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> State:
+        """The present state."""
+        return self._state
+
+    @property
+    def resting(self) -> State:
+        """The last resting state: what a failed operation returns to, and what is being served meanwhile."""
+        return self._resting
+
+    @property
+    def legacy(self) -> LegacyStatus:
+        """The present state as the legacy protocol says it. Staging beside a served version is still NORMAL."""
+        if self._state in (State.STAGING, State.STAGED):
+            return _LEGACY[self._resting] if self._resting is not State.CLEARED else LegacyStatus.UPDATING
+        return _LEGACY[self._state]
+
+    def begin(self, operation: str, to: State) -> None:
+        """Leave a resting state. Raises `UpdateInProgress` if another operation has not finished."""
+        with self._lock:
+            if self._state not in RESTING:
+                raise UpdateInProgress(self._state)
+            self._move(operation, to)
+
+    def move(self, operation: str, to: State) -> None:
+        """Go on to the next state of the operation that is running."""
+        with self._lock:
+            self._move(operation, to)
+
+    def _move(self, operation: str, to: State) -> None:
+        if to not in _NEXT[self._state]:
+            raise WrongState(operation, self._state, [state for state, after in _NEXT.items() if to in after])
+        self._state = to
+        if to in RESTING:
+            self._resting = to
+
+
+_LEGACY = {
+    State.READY: LegacyStatus.NORMAL,
+    State.COMMITTING: LegacyStatus.UPDATING,
+    State.CLEARING: LegacyStatus.CLEARING,
+    State.CLEARED: LegacyStatus.CLEARED,
+    State.FAILED: LegacyStatus.FAILED,
+}

@@ -1,0 +1,140 @@
+"""torch modules and mappings of torch tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from weightcast.errors import UnsupportedTensor
+from weightcast.tensors.bridges import torch_bridge
+from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
+
+Holder = tuple[MutableMapping[str, Any], str]  # a dict that refers to a tensor, and the key it does so under
+
+
+class TorchSlot:
+    """A torch tensor, under all the names that share its memory.
+
+    Parameters keep their identity, so references that an engine holds stay good; only one on the meta device is replaced,
+    by a parameter of the same class with the same attributes.
+    """
+
+    def __init__(self, spec: TensorSpec, holders: dict[str, Holder], *, owns_memory: bool, device: torch.device) -> None:
+        tensor = _held(next(iter(holders.values())))
+        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise UnsupportedTensor(f"parameter {spec.name!r} is expanded: several elements share memory.")
+        self.spec = spec
+        self.names = tuple(holders)
+        self._holders = list(holders.values())
+        self._owns_memory = owns_memory
+        self._stride = tensor.stride()
+        self._dtype = tensor.dtype
+        self._device = device if tensor.device.type == "meta" else tensor.device
+
+    @property
+    def resident(self) -> bool:
+        """Whether the parameter has its full shape and memory behind it."""
+        tensor = _held(self._holders[0])
+        return tuple(tensor.shape) == self.spec.shape and torch_bridge.has_storage(tensor)
+
+    @property
+    def owns_memory(self) -> bool:
+        """False for a view of larger or differently shaped memory."""
+        return self._owns_memory
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the parameter lies in host memory."""
+        return self._device.type == "cpu"
+
+    def live(self) -> Array:
+        """The elements; a copy if they lie on a device."""
+        return torch_bridge.host(_held(self._holders[0]))
+
+    def write(self, data: Array) -> None:
+        """Copy over the live elements. Bits are copied as integers, so no conversion can touch a NaN."""
+        tensor = _held(self._holders[0]).detach()
+        torch_bridge.as_bits(tensor).copy_(torch_bridge.as_bits(torch_bridge.from_host(data, self._dtype)))
+
+    def make(self, data: Array) -> object:
+        """A tensor with this parameter's strides and device; the array's own memory where both are plain."""
+        host = torch_bridge.from_host(data, self._dtype)
+        if self._device.type == "cpu" and host.stride() == self._stride:
+            return host
+        made = torch.empty_strided(self.spec.shape, self._stride, dtype=self._dtype, device=self._device)
+        torch_bridge.as_bits(made).copy_(torch_bridge.as_bits(host))
+        return made
+
+    def memory(self) -> object | None:
+        """The data of the parameter."""
+        return _held(self._holders[0]).data if self.resident else None
+
+    def install(self, memory: object | None) -> None:
+        """Point every tensor of the slot at `memory`; the parameter objects stay."""
+        new = cast("torch.Tensor | None", memory)
+        for tensor in {id(held): held for held in map(_held, self._holders)}.values():
+            if tensor.device.type != "meta":
+                tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if new is None else new
+            elif new is not None:
+                self._replace(tensor, new)
+
+    def _replace(self, old: torch.Tensor, memory: torch.Tensor) -> None:
+        """A meta tensor cannot be given memory, so its holders get a twin: same class, same attributes."""
+        new: torch.Tensor = memory
+        if isinstance(old, torch.nn.Parameter):
+            new = torch.nn.Parameter(memory, requires_grad=old.requires_grad)
+        if type(old) not in (torch.Tensor, torch.nn.Parameter):
+            new.__class__ = type(old)
+        new.__dict__.update(old.__dict__)
+        for mapping, key in self._holders:
+            if mapping[key] is old:
+                mapping[key] = new
+
+    def watch(self) -> Callable[[], bool]:
+        """Watches the storage, which outlives the tensor if anything else refers to it."""
+        reference = StorageWeakRef(_held(self._holders[0]).untyped_storage())
+        return lambda: bool(reference.expired())
+
+
+def _held(holder: Holder) -> torch.Tensor:
+    mapping, key = holder
+    return cast("torch.Tensor", mapping[key])
+
+
+def capture_module(module: torch.nn.Module, device: torch.device) -> list[TorchSlot]:
+    """The slots of a module: its parameters and persistent buffers. Reads shapes only; allocates no tensor."""
+    return capture_tensors(_named_holders(module), device)
+
+
+def _named_holders(module: torch.nn.Module) -> Iterator[tuple[str, Holder]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for kind in (child._parameters, child._buffers):
+            for key, tensor in kind.items():
+                if tensor is not None and not (kind is child._buffers and key in child._non_persistent_buffers_set):
+                    yield f"{prefix}.{key}" if prefix else key, (cast("MutableMapping[str, Any]", kind), key)
+
+
+def capture_tensors(named: Iterator[tuple[str, Holder]], device: torch.device) -> list[TorchSlot]:
+    """One slot for each piece of memory, whatever number of names it has."""
+    tied: dict[tuple[object, ...], dict[str, Holder]] = {}
+    for name, holder in named:
+        tied.setdefault(torch_bridge.memory_key(_held(holder)), {})[name] = holder
+    storages = Counter(_storage_key(_held(next(iter(holders.values())))) for holders in tied.values())
+    slots = []
+    for holders in tied.values():
+        name, holder = next(iter(holders.items()))
+        tensor = _held(holder)
+        spec = torch_bridge.spec(name, tensor)
+        whole = tensor.device.type == "meta" or tensor.untyped_storage().nbytes() in (0, spec.nbytes)
+        owns = whole and (storages[_storage_key(tensor)] == 1 or spec.nbytes == 0)
+        slots.append(TorchSlot(spec, holders, owns_memory=owns, device=device))
+    return slots
+
+
+def _storage_key(tensor: torch.Tensor) -> object:
+    return id(tensor) if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
