@@ -1,0 +1,5 @@
+"""`python -m weightcast`."""
+
+from weightcast.cli.main import run
+
+run()

@@ -1,0 +1,76 @@
+"""`weightcast publish`: a checkpoint directory becomes a version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from weightcast.cli.output import Size, emit, json_option, progress, size
+from weightcast.store.checkpoint import Checkpoint
+from weightcast.store.store import PART_NBYTES, Mode, Store
+from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
+
+
+@click.command()
+@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("version")
+@click.argument("checkpoint_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--mode",
+    type=click.Choice(["full", "delta", "auto"]),
+    default="auto",
+    show_default=True,
+    help="What to write; auto chooses the cheapest that is available.",
+)
+@click.option("--step", type=int, help="The training step (default: the number at the end of VERSION).")
+@click.option("--part-size", type=Size(), default=PART_NBYTES, show_default="1GiB", help="Largest size of a part file.")
+@click.option(
+    "--digest",
+    type=click.Choice(ALGORITHMS),
+    default=DEFAULT,
+    show_default=True,
+    help="How bytes are proved: blake3 where the storage is not trusted.",
+)
+@json_option
+def publish(
+    store: Path,
+    version: str,
+    checkpoint_dir: Path,
+    mode: Mode,
+    step: int | None,
+    part_size: int,
+    digest: Algorithm,
+    as_json: bool,
+) -> None:
+    """Publish the safetensors files of CHECKPOINT_DIR as VERSION of STORE.
+
+    The small files beside them (config, tokenizer) come along, so that the version opens as a checkpoint. STORE is created
+    if needed. An interrupted publish leaves the store as it was.
+
+    \b
+    example:  weightcast publish /mnt/weights step_100 ./checkpoints/100
+    """  # fmt: skip
+    total = Checkpoint(checkpoint_dir).nbytes
+    with progress(f"publish {version}", total, as_json=as_json) as advance:
+        manifest = Store(store).publish_checkpoint(
+            version, checkpoint_dir, mode, progress=advance, step=step, part_nbytes=part_size, algorithm=digest
+        )
+
+    def human(console: Console) -> None:
+        console.print(
+            f"published {manifest.version}: {len(manifest.tensors)} tensors, {size(manifest.nbytes)} "
+            f"in {len(manifest.parts)} part(s), root {manifest.root_digest}"
+        )
+
+    summary = {
+        "version": manifest.version,
+        "step": manifest.step,
+        "kind": manifest.kind,
+        "tensors": len(manifest.tensors),
+        "nbytes": manifest.nbytes,
+        "parts": len(manifest.parts),
+        "root_digest": manifest.root_digest,
+    }
+    emit(as_json, summary, human)

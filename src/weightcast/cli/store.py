@@ -1,0 +1,221 @@
+"""`weightcast store`: look at versions, check, compare and prune them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from weightcast.cli.output import emit, json_option, progress, short, size, table
+from weightcast.errors import WeightcastError
+from weightcast.store.compare import TensorDiff, VerifyReport
+from weightcast.store.store import Store
+
+_STORE = click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+
+
+@click.group()
+def store() -> None:
+    """Look at the versions of a store, check, compare and prune them."""
+
+
+@store.command()
+@_STORE
+@json_option
+def ls(path: Path, as_json: bool) -> None:
+    """List the versions of STORE in the order of publication. * marks the newest."""
+    opened = Store(path)
+    listings = opened.listings()
+    try:
+        newest = opened.newest() if listings else None
+    except WeightcastError as error:
+        click.echo(f"warning: {error}", err=True)
+        newest = None
+    rows = [
+        {
+            "version": listing.version,
+            "newest": listing.version == newest,
+            "step": listing.manifest.step,
+            "kind": listing.manifest.kind,
+            "tensors": len(listing.manifest.tensors),
+            "nbytes": listing.manifest.nbytes,
+            "created_s": listing.manifest.created_s,
+            "root_digest": listing.manifest.root_digest,
+        }
+        if listing.manifest
+        else {"version": listing.version, "error": listing.error}
+        for listing in listings
+    ]
+
+    def human(console: Console) -> None:
+        drawn = table(
+            "", "version", "step", "kind", "tensors", "size", "published", "root digest", right=("step", "tensors", "size")
+        )
+        for listing in listings:
+            manifest = listing.manifest
+            if manifest is None:
+                drawn.add_row("!", listing.version, "", "damaged", "", "", "", "see: weightcast store verify")
+                continue
+            published = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
+            drawn.add_row(
+                "*" if listing.version == newest else "", manifest.version, str(manifest.step), manifest.kind,
+                str(len(manifest.tensors)), size(manifest.nbytes), published, short(manifest.root_digest),
+            )  # fmt: skip
+        console.print(drawn if listings else f"no versions in {path}")
+
+    emit(as_json, rows, human)
+
+
+@store.command()
+@_STORE
+@click.argument("version", required=False)
+@json_option
+def show(path: Path, version: str | None, as_json: bool) -> None:
+    """Show what VERSION of STORE holds (default: the newest)."""
+    opened = Store(path)
+    manifest = opened.manifest(version or opened.newest())
+
+    def human(console: Console) -> None:
+        console.print(f"version      {manifest.version}   step {manifest.step}   {manifest.kind}   #{manifest.sequence}")
+        console.print(f"root digest  {manifest.root_digest}")
+        console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)} in {len(manifest.parts)} part(s)")
+        if manifest.files:
+            console.print(f"files        {', '.join(file.file for file in manifest.files)}")
+        drawn = table("tensor", "dtype", "shape", "size", "part", "digest", right=("size", "part"))
+        for entry in manifest.tensors:
+            shape = ", ".join(map(str, entry.shape))
+            drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), str(entry.part + 1), entry.digest)
+        for name, holder in manifest.tied.items():
+            drawn.add_row(name, "", "", "", "", f"= {holder}")
+        console.print(drawn)
+
+    emit(as_json, manifest, human)
+
+
+@store.command()
+@_STORE
+@click.argument("versions", metavar="[VERSION]...", nargs=-1)
+@json_option
+def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
+    """Read every byte of the VERSIONs of STORE (default: all) and compare it with what was published.
+
+    Exit status 1 if anything is wrong; every problem is listed.
+    """
+    opened = Store(path)
+    listings = {listing.version: listing for listing in opened.listings()}
+    chosen = list(versions) or list(listings)
+    total = sum(item.manifest.nbytes for name, item in listings.items() if name in chosen and item.manifest)
+    with progress("verify", total, as_json=as_json) as advance:
+        reports = [opened.verify(version, progress=advance) for version in chosen]
+
+    def human(console: Console) -> None:
+        for report in reports:
+            console.print(_verdict(report))
+            for problem in report.problems:
+                console.print(f"  {problem}", markup=False)
+        if not reports:
+            console.print(f"no versions in {path}")
+
+    emit(as_json, [{**asdict(report), "ok": report.ok} for report in reports], human)
+    if not all(report.ok for report in reports):
+        click.get_current_context().exit(1)
+
+
+def _verdict(report: VerifyReport) -> str:
+    if report.ok:
+        return f"{report.version}: ok, {report.tensors} tensors, {size(report.nbytes)}, root {report.root_digest}"
+    return f"{report.version}: DAMAGED, {len(report.problems)} problem(s)"
+
+
+@store.command()
+@_STORE
+@click.argument("a")
+@click.argument("b")
+@json_option
+def diff(path: Path, a: str, b: str, as_json: bool) -> None:
+    """Compare versions A and B of STORE: which tensors differ, in how many elements, and how far.
+
+    Distances are in units in the last place (ULP). Exit status 1 if the versions differ.
+    """
+    opened = Store(path)
+    with progress("diff", opened.manifest(b).nbytes, as_json=as_json) as advance:
+        found = opened.diff(a, b, progress=advance)
+
+    def human(console: Console) -> None:
+        if found.equal:
+            console.print(f"{a} and {b} are equal: {found.same} tensors")
+            return
+        columns = ("tensor", "what", "changed", "of", "share", "at 1 ULP", "mean ULP", "max ULP")
+        drawn = table(*columns, right=columns[2:])
+        for tensor in found.tensors:
+            drawn.add_row(*_diff_row(tensor))
+        console.print(drawn)
+        console.print(f"{len(found.tensors)} tensors differ, {found.same} are equal")
+
+    emit(as_json, asdict(found), human)
+    if not found.equal:
+        click.get_current_context().exit(1)
+
+
+def _diff_row(tensor: TensorDiff) -> list[str]:
+    if tensor.kind != "changed":
+        return [tensor.name, f"{tensor.kind} {tensor.before} {tensor.after}".strip(), "", "", "", "", "", ""]
+    return [
+        tensor.name,
+        tensor.before,
+        str(tensor.changed),
+        str(tensor.elements),
+        f"{tensor.changed / tensor.elements:.3%}",
+        f"{tensor.one_ulp / tensor.changed:.1%}",
+        f"{tensor.mean_ulp:.1f}",
+        str(tensor.max_ulp),
+    ]
+
+
+@store.command()
+@_STORE
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), default=3, show_default=True, help="Keep this many newest versions."
+)
+@click.option(
+    "--keep-full-every", type=click.IntRange(min=1), help="Also keep a full version at every so many publications."
+)
+@click.option("--protect", multiple=True, metavar="VERSION", help="Keep this version too; may be given several times.")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@json_option
+def gc(
+    path: Path, keep_last: int, keep_full_every: int | None, protect: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    """Remove old versions of STORE and what interrupted publishes left behind.
+
+    The newest version and the bases of kept deltas always stay.
+    """
+    report = Store(path).gc(keep_last=keep_last, keep_full_every=keep_full_every, protect=protect, dry_run=dry_run)
+
+    def human(console: Console) -> None:
+        verb = "would remove" if report.dry_run else "removed"
+        console.print(f"{verb} {', '.join(report.removed) or 'no version'}; freed {size(report.freed_nbytes)}")
+        if report.garbage:
+            console.print(f"{verb} garbage of interrupted publishes: {', '.join(report.garbage)}")
+        for version, reason in report.kept.items():
+            console.print(f"kept {version}: {reason}")
+
+    emit(as_json, asdict(report), human)
+
+
+@store.command()
+@_STORE
+@json_option
+def migrate(path: Path, as_json: bool) -> None:
+    """Turn the legacy version.txt of STORE (or of a checkpoint directory) into version.yaml."""
+    found = Store(path).migrate()
+
+    def human(console: Console) -> None:
+        console.print(
+            f"{found.path} now says {found.version}" if found else f"nothing to migrate: {path} has no version.txt"
+        )
+
+    emit(as_json, {"version": found.version, "step": found.step, "path": str(found.path)} if found else None, human)

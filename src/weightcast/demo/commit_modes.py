@@ -1,0 +1,108 @@
+"""Three versions, one live model, every way to commit, and one version that is damaged."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightcast.errors import Corrupt, MissingExtra
+from weightcast.store import layout
+from weightcast.store.store import Store
+from weightcast.worker.live_model import LiveModel
+from weightcast.worker.result import UpdateResult
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One update of the demo. `proved` means that the live bytes have the root digest that was published."""
+
+    version: str
+    how: str
+    stage_s: float
+    verify_s: float
+    commit_s: float
+    total_s: float
+    live_digest: str
+    proved: bool
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What the demo did."""
+
+    tensors: int
+    nbytes: int
+    rows: list[DemoRow]
+    refusal: str
+    intact: bool
+
+
+def run_demo(*, width: int = 1024) -> DemoReport:
+    """Run the demo in a temporary store, which is removed afterwards."""
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise MissingExtra("torch", "torch", "the demo") from error
+    with tempfile.TemporaryDirectory(prefix="weightcast-demo-") as directory, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _run(Store(Path(directory)), width)
+
+
+def _model(width: int) -> torch.nn.Module:
+    """A stack of linear layers with a tied head, in BF16."""
+    import torch  # noqa: PLC0415
+
+    layers = [torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(8)]
+    embedding = torch.nn.Embedding(4 * width, width, dtype=torch.bfloat16)
+    head = torch.nn.Linear(width, 4 * width, bias=False, dtype=torch.bfloat16)
+    head.weight = embedding.weight
+    return torch.nn.Sequential(embedding, *layers, head)
+
+
+def _run(store: Store, width: int) -> DemoReport:
+    import torch  # noqa: PLC0415
+
+    for step in (1, 2, 3, 4):
+        store.publish(f"step_{step}", _model(width).state_dict())
+    with torch.device("meta"):
+        live = LiveModel(_model(width), source=store)
+    rows: list[DemoRow] = []
+
+    def record(how: str, update: Callable[[], UpdateResult]) -> None:
+        result = update()
+        digest = live.root_digest()
+        proved = digest == store.manifest(result.version).root_digest
+        times = (result.stage_s, result.verify_s, result.commit_s, result.total_s)
+        rows.append(DemoRow(result.version, how, *times, live_digest=digest, proved=proved))
+
+    record("first load of a meta model: adopts", lambda: live.update("step_1"))
+    record("copy: addresses stay", lambda: live.update("step_2", commit="copy"))
+    record("swap: pointers switch", lambda: live.update("step_3", commit="swap"))
+    record("inplace: no staging memory", lambda: live.update("step_1", commit="inplace"))
+    live.clear()
+    record("after clear(): adopts again", lambda: live.update("step_3"))
+    before = live.root_digest()
+    refusal = _refused(store, live, "step_4")
+    manifest = store.manifest("step_3")
+    return DemoReport(len(manifest.tensors), manifest.nbytes, rows, refusal, intact=live.root_digest() == before)
+
+
+def _refused(store: Store, live: LiveModel, version: str) -> str:
+    """Flip a byte in the middle of a tensor and try to take the version."""
+    manifest = store.manifest(version)
+    entry = manifest.tensors[0]
+    part = layout.version_dir(store.path, version) / manifest.parts[entry.part].file
+    data = bytearray(part.read_bytes())
+    data[entry.offset + entry.nbytes // 2] ^= 1
+    part.write_bytes(data)
+    try:
+        live.update(version)
+    except Corrupt as error:
+        return f"refused ({error.code})"
+    return "TAKEN"
