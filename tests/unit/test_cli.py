@@ -1,0 +1,266 @@
+"""The command line: what it prints, what it returns, and that a user's mistake is never a traceback."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from weightcast import Store, __version__
+from weightcast.cli.main import main
+from weightcast.store import layout
+from weightcast.store.snapshot import list_snapshots
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        status = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    def call(*arguments):
+        status, out, _ = run(*arguments, "--json")
+        return status, json.loads(out)
+
+    return call
+
+
+@pytest.fixture
+def checkpoint(tmp_path, rng):
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    tensors = {"a": rng.standard_normal((40, 4)).astype(np.float32), "b": rng.standard_normal(5).astype(np.float16)}
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def published(run, checkpoint, tmp_path, rng):
+    path = tmp_path / "store"
+    assert run("publish", path, "step_1", checkpoint)[0] == 0
+    tensors = safetensors.numpy.load_file(checkpoint / "model.safetensors")
+    tensors["a"][0, 0] = np.nextafter(tensors["a"][0, 0], np.float32(9))
+    safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
+    assert run("publish", path, "step_2", checkpoint)[0] == 0
+    return path
+
+
+def damage(path, version):
+    manifest = Store(path).manifest(version)
+    part = layout.version_dir(path, version) / manifest.parts[0].file
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+
+
+def test_publish_says_what_it_published(run_json, run, checkpoint, tmp_path):
+    status, answer = run_json("publish", tmp_path / "s", "step_7", checkpoint, "--part-size", "1MiB", "--digest", "blake3")
+    assert status == 0
+    assert (answer["version"], answer["step"], answer["tensors"], answer["kind"]) == ("step_7", 7, 2, "full")
+    assert answer["root_digest"].startswith("blake3:")
+    status, out, _ = run("publish", tmp_path / "s", "step_8", checkpoint, "--mode", "full", "--step", "80")
+    assert status == 0
+    assert "published step_8: 2 tensors" in out
+    assert Store(tmp_path / "s").manifest("step_8").step == 80
+
+
+def test_ls_and_show_tell_what_is_there(run, run_json, published):
+    status, out, _ = run("store", "ls", published)
+    assert status == 0
+    assert "step_1" in out
+    assert "* " in next(line for line in out.splitlines() if "step_2" in line)
+    _, rows = run_json("store", "ls", published)
+    assert [(row["version"], row["newest"]) for row in rows] == [("step_1", False), ("step_2", True)]
+    status, out, _ = run("store", "show", published)
+    assert status == 0
+    assert "F32" in out
+    assert "[40, 4]" in out
+    assert Store(published).manifest("step_2").root_digest in out
+    _, manifest = run_json("store", "show", published, "step_1")
+    assert manifest["version"] == "step_1"
+    assert len(manifest["tensors"]) == 2
+
+
+def test_a_damaged_version_is_shown_in_ls_and_fails_verify(run, run_json, published):
+    assert run("store", "verify", published)[0] == 0
+    damage(published, "step_1")
+    manifest = layout.manifest_path(published, "step_2")
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    status, out, _ = run("store", "verify", published)
+    assert status == 1
+    assert "step_1: DAMAGED" in out
+    assert "step_2: DAMAGED" in out
+    status, reports = run_json("store", "verify", published, "step_1")
+    assert (status, reports[0]["ok"], len(reports[0]["problems"])) == (1, False, 1)
+    status, out, _ = run("store", "ls", published)
+    assert status == 0
+    assert "damaged" in out
+
+
+def test_diff_has_the_exit_status_of_diff(run, run_json, published):
+    status, out, _ = run("store", "diff", published, "step_1", "step_2")
+    assert status == 1
+    assert "1 tensors differ, 1 are equal" in out
+    status, found = run_json("store", "diff", published, "step_1", "step_2")
+    assert status == 1
+    assert (found["tensors"][0]["name"], found["tensors"][0]["changed"], found["tensors"][0]["max_ulp"]) == ("a", 1, 1)
+    assert run("store", "diff", published, "step_1", "step_1")[0] == 0
+
+
+def test_gc_and_its_dry_run(run, run_json, published):
+    status, out, _ = run("store", "gc", published, "--keep-last", 1, "--dry-run")
+    assert status == 0
+    assert "would remove step_1" in out
+    assert len(Store(published).versions()) == 2
+    assert run_json("store", "gc", published, "--keep-last", 1, "--protect", "step_1")[1]["removed"] == []
+    assert run_json("store", "gc", published, "--keep-last", 1)[1]["removed"] == ["step_1"]
+
+
+def test_migrate_converts_version_txt(run, run_json, published):
+    (published / "version.yaml").unlink()
+    (published / "version.txt").write_text("step_1")
+    status, answer = run_json("store", "migrate", published)
+    assert (status, answer["version"], answer["step"]) == (0, "step_1", 1)
+    status, out, _ = run("store", "migrate", published)
+    assert status == 0
+    assert "nothing to migrate" in out
+
+
+def test_a_version_goes_to_a_snapshot_and_back(run, run_json, published, tmp_path):
+    directory = tmp_path / "legacy"
+    which = ("--rank", 1, "--id", "GPU-0a1b")
+    status, out, _ = run("snapshot", "write", published, "step_2", directory, *which, "--part-size", "70kB")
+    assert status == 0
+    assert "wrote step_2" in out
+    assert run("snapshot", "ls", directory)[0] == 0
+    _, listed = run_json("snapshot", "ls", directory)
+    assert [(item["rank"], item["id"]) for item in listed["snapshots"]] == [(1, "GPU-0a1b")]
+    status, checked = run_json("snapshot", "check", directory, *which)
+    assert (status, checked["version"], checked["level"], checked["proved"]) == (0, "step_2", 1, True)
+    status, answer = run_json("snapshot", "convert", directory, tmp_path / "back", *which)
+    assert status == 0
+    assert answer["root_digest"] == Store(published).manifest("step_2").root_digest
+    status, _, err = run("snapshot", "convert", directory, tmp_path / "back", "step_9", *which)
+    assert status == 2
+    assert "record version step_2" in err
+
+
+def test_checks_of_snapshots_fail_with_what_was_found(run, published, tmp_path):
+    directory = tmp_path / "legacy"
+    which = ("--rank", 0, "--id", "0")
+    run("snapshot", "write", published, "step_2", directory, *which)
+    (file,) = [file for file in list_snapshots(directory).snapshots[0].files if file.name.kind == "single"]
+    data = bytearray(file.path.read_bytes())
+    data[-1] ^= 1
+    file.path.write_bytes(data)
+    status, _, err = run("snapshot", "check", directory, *which)
+    assert status == 1
+    assert "differ from their digests" in err
+    (directory / "model_state.tp0.0.partX.pdparams").write_bytes(b"")
+    assert run("snapshot", "ls", directory)[0] == 1
+    status, _, err = run("snapshot", "check", directory, "--rank", 3, "--id", "0", "--shared-dir", tmp_path / "none")
+    assert status == 2
+    assert "model_state.tp3.0.pdparams" in err
+    assert str(tmp_path / "none") in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["store", "ls", "nowhere"], 2, "nowhere"),
+        (["store", "show", "STORE", "step_9"], 2, "step_9 is not in"),
+        (["store", "diff", "STORE", "step_1", "step_9"], 2, "step_9"),
+        (["store", "verify", "STORE", "step_9"], 2, "step_9"),
+        (["store", "gc", "STORE", "--keep-last", "0"], 2, "keep-last"),
+        (["publish", "STORE", "step_1", "CHECKPOINT"], 1, "already published"),
+        (["publish", "STORE", "../x", "CHECKPOINT"], 2, "version id"),
+        (["publish", "STORE", "step_3", "nowhere"], 2, "not a directory"),
+        (["publish", "STORE", "step_3", "CHECKPOINT", "--mode", "delta"], 2, "full versions"),
+        (["publish", "STORE", "step_3", "CHECKPOINT", "--mode", "magic"], 2, "magic"),
+        (["publish", "STORE", "step_3", "CHECKPOINT", "--part-size", "lots"], 2, "not a size"),
+        (["snapshot", "ls", "nowhere"], 2, "nowhere"),
+        (["snapshot", "check", "STORE", "--rank", "0", "--id", "a.b"], 2, "a.b"),
+        (["frobnicate"], 2, "frobnicate"),
+    ],
+)
+def test_a_mistake_ends_in_one_message_and_the_right_status(run, published, checkpoint, arguments, status, said):
+    places = {"STORE": published, "CHECKPOINT": checkpoint}
+    got, out, err = run(*(places.get(argument, argument) for argument in arguments))
+    assert got == status
+    assert said in err
+    assert "Traceback" not in out + err
+    assert Store(published).versions() == ["step_1", "step_2"]
+
+
+def test_an_error_is_json_where_json_was_asked_for(run_json, published):
+    status, answer = run_json("store", "show", published, "step_9")
+    assert status == 2
+    assert answer["error"]["code"] == "version_not_found"
+
+
+def test_the_installed_command_and_the_module_are_the_same(published):
+    for command in ([sys.executable, "-m", "weightcast"], [os.path.join(os.path.dirname(sys.executable), "weightcast")]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        assert __version__ in done.stdout
+    failed = subprocess.run(
+        [sys.executable, "-m", "weightcast", "store", "ls", "/nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: ")
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(published):
+    command = [sys.executable, "-m", "weightcast", "store", "verify", str(published)]
+    piped = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert piped.stderr == b""
+    terminal, side = pty.openpty()
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=side, timeout=60, check=True)
+        assert b"verify" in os.read(terminal, 65536)
+        assert done.stdout == piped.stdout
+    finally:
+        os.close(terminal)
+        os.close(side)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["publish", "-h"],
+        *([["store", name, "-h"] for name in ("ls", "show", "verify", "diff", "gc", "migrate")]),
+        *([["snapshot", name, "-h"] for name in ("ls", "check", "write", "convert")]),
+        ["demo", "-h"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_explains_itself(run, arguments):
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert "Usage:" in out
+
+
+def test_the_demo_proves_every_mode_and_refuses_the_damaged_version(run, run_json):
+    status, out, _ = run("demo", "--width", "32")
+    assert status == 0
+    assert out.count("yes") == 5
+    assert "refused (digest_mismatch)" in out
+    assert "unchanged, bit for bit" in out
+    status, report = run_json("demo", "--width", "16")
+    assert status == 0
+    assert all(row["proved"] for row in report["rows"])
