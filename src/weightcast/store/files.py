@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -107,9 +107,16 @@ def replace_synced(path: Path, data: bytes) -> None:
             file.sync()
         rename(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # what failed first is what the caller must hear of; gc removes the rest
+            aside.unlink(missing_ok=True)
         raise
     sync_dir(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is gone already is fine."""
+    with refusals("remove", path):
+        path.unlink(missing_ok=True)
 
 
 def rename(old: Path, new: Path) -> None:

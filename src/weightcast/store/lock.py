@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.errors import StorageFailed, StoreBusy
+from weightcast.store.files import refusals
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +23,14 @@ _POLL_S = 0.02
 @contextmanager
 def exclusive(path: Path, deadline: Deadline) -> Iterator[None]:
     """Hold the lock file at `path`. The kernel releases it when the holder ends, however it ends."""
-    try:
+    with refusals("lock", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StorageFailed("lock", path, error) from error
     try:
         _acquire(fd, path, deadline)
         yield
     finally:
-        os.close(fd)
+        with refusals("unlock", path):
+            os.close(fd)
 
 
 def _acquire(fd: int, path: Path, deadline: Deadline) -> None:

@@ -110,7 +110,11 @@ class SafetensorsWriter:
         self.places: list[Place] = []
         self._header_left = header_room - 8 - 4096  # the last page is for the metadata
         self._file = FileWriter(path, overwrite=overwrite)
-        self._file.write(bytes(header_room))
+        try:
+            self._file.write(bytes(header_room))
+        except BaseException:
+            self._file.close()
+            raise
 
     @property
     def nbytes(self) -> int:

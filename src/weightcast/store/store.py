@@ -13,7 +13,6 @@ from weightcast.clock import Deadline
 from weightcast.errors import (
     InvalidInput,
     ManifestCorrupt,
-    StorageFailed,
     StoreNotFound,
     VersionExists,
     VersionNotFound,
@@ -23,7 +22,7 @@ from weightcast.errors import Path as AnyPath
 from weightcast.store import layout
 from weightcast.store.checkpoint import Checkpoint
 from weightcast.store.compare import Progress, VerifyReport, VersionDiff, diff_versions, no_progress, verify_version
-from weightcast.store.files import make_dir, read_small, remove_dir, sync_dir
+from weightcast.store.files import make_dir, read_small, remove_dir, remove_file, sync_dir
 from weightcast.store.lock import exclusive
 from weightcast.store.reader import VersionReader
 from weightcast.store.retention import plan_retention
@@ -31,6 +30,8 @@ from weightcast.store.version_file import (
     TXT_NAME,
     VersionFile,
     migrate_version_file,
+    put_back_version_file,
+    raw_version_file,
     read_version_file,
     step_of,
     write_version_file,
@@ -107,6 +108,8 @@ class Store:
             raise InvalidInput(f"part_nbytes must be positive, not {part_nbytes}.")
         started = time.monotonic()
         make_dir(self.path)
+        if not layout.versions_dir(self.path).is_dir():
+            sync_dir(self.path.parent)  # whoever made the directory may have died before it was safe
         with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
             manifest = self._publish_locked(
                 version,
@@ -141,7 +144,9 @@ class Store:
             )
         sequence = 1 + max((listing.manifest.sequence for listing in self.listings() if listing.manifest), default=0)
         writer = VersionWriter(self.path, version, part_nbytes=part_nbytes, algorithm=algorithm)
+        before = raw_version_file(self.path)
         try:
+            writer.begin()
             writer.add_all(tensors)
             for name, data in files.items():
                 writer.add_file(name, data)
@@ -149,7 +154,8 @@ class Store:
             manifest = writer.seal(sequence=sequence, step=chosen_step, metadata=metadata)
             write_version_file(self.path, version=version, step=manifest.step)
         except BaseException:
-            writer.abandon()
+            if put_back_version_file(self.path, before):  # else it names the new version, which must then stay
+                writer.abandon()
             raise
         return manifest
 
@@ -226,10 +232,7 @@ class Store:
             return sum(file.lstat().st_size for file in directory.iterdir())
         manifest = directory / layout.MANIFEST
         freed = manifest.stat().st_size if manifest.exists() else 0
-        try:
-            manifest.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageFailed("remove", manifest, error) from error
+        remove_file(manifest)
         sync_dir(directory)  # the version is gone for good before the first of its bytes is
         return freed + remove_dir(directory)
 
@@ -238,7 +241,7 @@ class Store:
         asides = sorted(self.path.glob(".*.tmp"))
         if not dry_run:
             for path in asides:
-                path.unlink()
+                remove_file(path)
         return [path.name for path in asides]
 
     def migrate(self) -> VersionFile | None:

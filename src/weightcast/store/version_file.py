@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from weightcast.errors import VersionFileInvalid, VersionNotSet
-from weightcast.store.files import read_small, replace_synced
+from weightcast.errors import VersionFileInvalid, VersionNotSet, WeightcastError
+from weightcast.store.files import read_small, remove_file, replace_synced
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,31 @@ def write_version_file(directory: Path, *, version: str, step: int) -> Path:
     return path
 
 
+def raw_version_file(directory: Path) -> bytes | None:
+    """The bytes of version.yaml as they are, for `put_back_version_file`; None if there is none."""
+    try:
+        return read_small(directory / YAML_NAME, _LIMIT_NBYTES)
+    except FileNotFoundError:
+        return None
+
+
+def put_back_version_file(directory: Path, before: bytes | None) -> bool:
+    """Undo a replacement that may have happened although it failed: its name was changed, but not made safe.
+
+    False if it could not be undone, so that the file still says what it should not.
+    """
+    path = directory / YAML_NAME
+    try:
+        if raw_version_file(directory) != before:
+            if before is None:
+                remove_file(path)
+            else:
+                replace_synced(path, before)
+    except WeightcastError as error:
+        log.warning("put back %s: %s", path, error)
+    return raw_version_file(directory) == before
+
+
 def migrate_version_file(directory: Path) -> VersionFile | None:
     """Turn a version.txt into a version.yaml and remove it. None if there is no version.txt to convert."""
     txt_path = directory / TXT_NAME
@@ -66,7 +91,7 @@ def migrate_version_file(directory: Path) -> VersionFile | None:
         return None
     found = read_version_file(directory)
     write_version_file(directory, version=found.version, step=step_of(found.version) if found.step is None else found.step)
-    txt_path.unlink()
+    remove_file(txt_path)
     return read_version_file(directory)
 
 

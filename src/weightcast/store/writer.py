@@ -41,9 +41,12 @@ class VersionWriter:
         self._files: list[FileEntry] = []
         self._tied: dict[str, str] = {}
         self._names: set[str] = set()
-        make_dir(layout.versions_dir(store))
+
+    def begin(self) -> None:
+        """Make the directory, in the place of what an interrupted publish left there."""
+        make_dir(layout.versions_dir(self._store))
         if self._dir.is_dir():
-            log.warning("publish version=%s removing what an interrupted publish left in %s", version, self._dir)
+            log.warning("publish version=%s removing what an interrupted publish left in %s", self._version, self._dir)
             remove_dir(self._dir)
         make_dir(self._dir)
 
@@ -107,7 +110,10 @@ class VersionWriter:
         """Remove what was written. A failure to do so is logged: `gc` removes it later."""
         try:
             self._series.close()
+            if not self._dir.is_dir():
+                return
             (self._dir / layout.MANIFEST).unlink(missing_ok=True)  # first, so that no half of it is ever a version
+            sync_dir(self._dir)
             remove_dir(self._dir)
         except (OSError, WeightcastError) as error:
             log.warning("abandon version=%s left garbage in %s: %s", self._version, self._dir, error)

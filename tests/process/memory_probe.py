@@ -1,0 +1,130 @@
+"""Run by the tests: does one thing with 1 GiB of weights and prints how much memory it took at its peak.
+
+python -m process.memory_probe NAME DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from weightcast import LiveModel, Store
+from weightcast.store.snapshot import write_snapshot
+
+MODEL_NBYTES = 1 << 30
+TENSOR_NBYTES = 16 << 20
+PART_NBYTES = 64 << 20
+SIDE = 2048  # of a float32 matrix of 16 MiB
+NAMES = [f"layer.{number}" for number in range(MODEL_NBYTES // TENSOR_NBYTES)]
+
+
+class Peak:
+    """The most resident memory that a block had at any moment, beyond what there was when it began."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nbytes = _status("VmHWM") - self._before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+def streamed() -> Iterator[tuple[str, np.ndarray]]:
+    """1 GiB of tensors out of one buffer."""
+    buffer = np.empty((SIDE, SIDE), dtype=np.float32)
+    for number, name in enumerate(NAMES):
+        buffer.fill(number)
+        yield name, buffer
+
+
+def live_mapping() -> dict[str, np.ndarray]:
+    """1 GiB of live arrays, every page of them in memory."""
+    return {name: np.full((SIDE, SIDE), -1, dtype=np.float32) for name in NAMES}
+
+
+def check_loaded(model: dict[str, np.ndarray]) -> None:
+    assert all(model[name][0, 0] == model[name][-1, -1] == number for number, name in enumerate(NAMES))
+
+
+def borrow_100_mib(_: Path) -> dict[str, int]:
+    """Proves the probe itself."""
+    with Peak() as peak:
+        np.ones(100 << 20, dtype=np.uint8)
+    return {"borrowed": peak.nbytes}
+
+
+def publish(directory: Path) -> dict[str, int]:
+    with Peak() as peak:
+        Store(directory).publish("step_1", streamed(), part_nbytes=PART_NBYTES)
+    return {"publish": peak.nbytes}
+
+
+def update_inplace(directory: Path) -> dict[str, int]:
+    model = live_mapping()
+    live = LiveModel(model, source=directory)
+    with Peak() as peak:
+        live.update(commit="inplace")
+    check_loaded(model)
+    return {"inplace": peak.nbytes}
+
+
+def first_load(directory: Path) -> dict[str, int]:
+    import torch  # here, because the other probes measure a process without it
+
+    module = torch.nn.Module()
+    layers = torch.nn.Module()
+    module.add_module("layer", layers)
+    for name in NAMES:
+        layers.register_parameter(name.removeprefix("layer."), torch.nn.Parameter(torch.empty(SIDE, SIDE, device="meta")))
+    LiveModel({"warm": torch.zeros(1)})  # imports what capturing torch needs
+    with Peak() as captured:
+        live = LiveModel(module, source=directory)
+    with Peak() as loaded:
+        live.update(commit="copy")
+    check_loaded({name: parameter.detach().numpy() for name, parameter in module.named_parameters()})
+    return {"capture": captured.nbytes, "beyond_model": loaded.nbytes - MODEL_NBYTES}
+
+
+def load_snapshot(directory: Path) -> dict[str, int]:
+    report = {}
+    for kind, part_nbytes in (("in_parts", PART_NBYTES), ("one_file", None)):
+        place = directory / kind
+        write_snapshot(place, streamed(), rank=0, device_id="0", version="step_1", part_nbytes=part_nbytes)
+        model = live_mapping()
+        live = LiveModel(model, source=f"snapshot://{place}?id=0")
+        with Peak() as peak:
+            live.update(commit="inplace")
+        check_loaded(model)
+        report[kind] = peak.nbytes
+        del model, live
+    return report
+
+
+PROBES = {probe.__name__: probe for probe in (borrow_100_mib, publish, update_inplace, first_load, load_snapshot)}
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=PROBES)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    print(json.dumps(PROBES[arguments.name](arguments.directory)))
+
+
+if __name__ == "__main__":
+    main()

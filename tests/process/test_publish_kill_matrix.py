@@ -1,0 +1,64 @@
+"""SIGKILL at every file operation of a publisher, and of everything else that writes to a store."""
+
+from __future__ import annotations
+
+import pytest
+
+from .children import report_of
+
+
+def check(report, record_property, at_least):
+    points, outcomes, problems = report["points"], report["outcomes"], report["problems"]
+    summary = f"{points} points of {len(report['operations'])} operations, ended {outcomes}"
+    record_property("kill_matrix", summary)
+    print(summary)
+    listed = "".join(f"\n  killed {where}: {'; '.join(found)}" for where, found in problems.items())
+    assert not problems, f"{len(problems)} of {summary}:{listed}"
+    assert report["watched"] == report["audited"], "an operation escaped the matrix"
+    assert sum(outcomes.values()) == points >= at_least
+
+
+@pytest.mark.parametrize("scenario", ["publish", "first_publish"])
+def test_a_publisher_killed_at_any_operation_leaves_the_old_versions_or_the_new_one_too(
+    scenario, memory_dir, record_property
+):
+    report = report_of("kill_matrix", scenario, memory_dir)
+
+    check(report, record_property, at_least=100)
+    assert report["outcomes"]["old"] > report["outcomes"]["new"] > 10
+
+
+def test_a_publisher_killed_while_it_removes_what_an_earlier_one_left_behind_changes_no_version(memory_dir, record_property):
+    report = report_of("kill_matrix", "publish_over_leftovers", memory_dir)
+
+    check(report, record_property, at_least=12)
+    assert set(report["outcomes"]) == {"old"}
+
+
+def test_a_gc_killed_at_any_operation_leaves_whole_versions_and_the_next_gc_finishes(memory_dir, record_property):
+    report = report_of("kill_matrix", "gc", memory_dir)
+
+    check(report, record_property, at_least=51)
+    assert set(report["outcomes"]) == {"4 versions", "3 versions", "2 versions"}
+
+
+@pytest.mark.parametrize(("scenario", "outcomes"), [("announce", {"step_1", "step_2"}), ("migrate", {"txt", "yaml"})])
+def test_a_version_file_names_a_whole_version_whenever_its_writer_is_killed(scenario, outcomes, memory_dir, record_property):
+    report = report_of("kill_matrix", scenario, memory_dir)
+
+    check(report, record_property, at_least=20)
+    assert set(report["outcomes"]) == outcomes
+
+
+@pytest.mark.parametrize(
+    ("scenario", "fault", "complaint"),
+    [
+        ("publish", "manifest_first", "the file is missing"),
+        ("publish", "version_file_in_place", "VersionFileInvalid"),
+        ("gc", "parts_first", "the file is missing"),
+    ],
+)
+def test_the_matrix_catches_a_writer_that_does_things_in_the_wrong_order(scenario, fault, complaint, memory_dir):
+    problems = report_of("kill_matrix", scenario, memory_dir, "--fault", fault)["problems"]
+
+    assert any(complaint in problem for found in problems.values() for problem in found), problems

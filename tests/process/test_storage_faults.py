@@ -1,0 +1,256 @@
+"""File systems that refuse: full, failing, read-only. And publishers that stand in each other's way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from weightcast import Store
+from weightcast.errors import StorageFailed, StoreBusy
+from weightcast.store.writer import VersionWriter
+
+from .children import report_of
+from .operations import Operation, listing, points, refusing, watched
+from .sample import find_problems, find_strays, publish
+
+OLD = ["step_1", "step_2"]
+
+
+@pytest.fixture
+def before(memory_dir):
+    """A directory with a store that holds two versions."""
+    for version in OLD:
+        publish(memory_dir / "before/store", version)
+    return memory_dir / "before"
+
+
+def begin(before: Path) -> Path:
+    """A fresh copy of what was there before, to do something to."""
+    run = before.with_name("run")
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(before, run)
+    return run / "store"
+
+
+def operations_of_a_publish(before: Path) -> list[Operation]:
+    log: list[Operation] = []
+    store = begin(before)
+    with watched(store.parent, listing(log)):
+        publish(store, "step_3")
+    assert str(log[-1]) == "close store/.lock"  # nothing was written to it, so its close cannot fail, and all is done
+    return log[:-1]
+
+
+def find_fault_problems(before: Path, at: int, error: int, moment: str = "before", *, ever_after: bool = False) -> list[str]:
+    """What is wrong after a publish in which one operation failed; `ever_after`, its cleanup failed too."""
+    store = begin(before)
+    descriptors = os.listdir("/proc/self/fd")
+    problems = []
+    try:
+        with watched(store.parent, refusing(at, error, moment, ever_after=ever_after)):
+            publish(store, "step_3")
+    except StorageFailed as failure:
+        if failure.errno != error or failure.path not in str(failure) or not Path(failure.path).is_relative_to(store):
+            problems.append(f"the error does not tell what failed where: {failure}")
+    except Exception as failure:
+        problems.append(f"raised {type(failure).__name__}: {failure}")
+    else:
+        problems.append("did not raise")
+    if os.listdir("/proc/self/fd") != descriptors:
+        problems.append("left files open")
+    allowed = [OLD, [*OLD, "step_3"]] if ever_after else [OLD]
+    versions, found = find_problems(store, allowed, ["step_2", "step_3"] if ever_after else ["step_2"])
+    problems += found if ever_after else [*found, *find_strays(store)]
+    following = "step_4" if "step_3" in versions else "step_3"
+    publish(store, following)
+    if Store(store).versions() != [*versions, following] or not Store(store).verify().ok:
+        problems.append("the next publish did not work")
+    return problems
+
+
+def check(problems: dict[str, list[str]], count: int, record_property) -> None:
+    record_property("fault_matrix", f"{count} points")
+    print(f"{count} points")
+    listed = "".join(f"\n  {where}: {'; '.join(found)}" for where, found in problems.items() if found)
+    assert not listed, f"of {count} points:{listed}"
+
+
+def test_a_disk_that_is_full_at_any_operation_of_a_publish_leaves_the_store_as_it_was(before, record_property):
+    log = operations_of_a_publish(before)
+    whole = [(number, moment) for number, moment in points(log) if moment != "after"]
+    problems = {
+        f"{moment} #{number} {log[number]}": find_fault_problems(before, number, errno.ENOSPC, moment)
+        for number, moment in whole
+    }
+
+    check(problems, len(whole), record_property)
+    assert len(whole) > 50
+
+
+def test_a_sync_that_fails_leaves_the_store_as_it_was(before, record_property):
+    syncs = [(number, item) for number, item in enumerate(operations_of_a_publish(before)) if item.call == "fsync"]
+    problems = {f"#{number} {item}": find_fault_problems(before, number, errno.EIO) for number, item in syncs}
+
+    check(problems, len(syncs), record_property)
+    assert len(syncs) > 10
+
+
+def test_a_disk_that_turns_read_only_at_any_operation_of_a_publish_leaves_whole_versions(before, record_property):
+    log = operations_of_a_publish(before)
+    problems = {
+        f"from #{number} {item}": find_fault_problems(before, number, errno.EROFS, ever_after=True)
+        for number, item in enumerate(log)
+    }
+
+    check(problems, len(log), record_property)
+
+
+@pytest.mark.parametrize(
+    ("act", "legacy", "during", "after", "newest"),
+    [
+        (lambda store: store.gc(keep_last=1), False, [OLD, ["step_2"]], ["step_2"], "step_2"),
+        (lambda store: store.announce("step_1"), False, [OLD], OLD, "step_1"),
+        (lambda store: store.migrate(), True, [OLD], OLD, "step_2"),
+    ],
+    ids=["gc", "announce", "migrate"],
+)
+def test_a_disk_that_turns_read_only_at_any_other_write_is_reported_and_the_next_attempt_works(
+    act, legacy, during, after, newest, before, record_property
+):
+    (before / "store/.version.yaml.tmp").write_text("of a writer that died")
+    if legacy:
+        (before / "store/version.yaml").unlink()
+        (before / "store/version.txt").write_text("2\n")
+    log: list[Operation] = []
+    store = Store(begin(before))
+    with watched(store.path.parent, listing(log)):
+        act(store)
+    problems = {}
+    for number, item in enumerate(log[:-1]):
+        begin(before)
+        found = []
+        try:
+            with watched(store.path.parent, refusing(number, errno.EROFS, ever_after=True)):
+                act(store)
+        except StorageFailed:
+            pass
+        except Exception as failure:
+            found.append(f"raised {type(failure).__name__}: {failure}")
+        found += find_problems(store.path, during, ["step_2", newest])[1]
+        act(store)
+        found += [*find_problems(store.path, [after], [newest])[1], *find_strays(store.path)]
+        problems[f"from #{number} {item}"] = found
+
+    check(problems, len(problems), record_property)
+
+
+def test_the_check_notices_a_publisher_that_does_not_clean_up(before, monkeypatch):
+    monkeypatch.setattr(VersionWriter, "abandon", lambda _: None)
+
+    problems = find_fault_problems(before, at=20, error=errno.ENOSPC)
+
+    assert any("garbage" in problem for problem in problems), problems
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    """The command that gives a child its own mounts."""
+    attempt = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True, text=True, timeout=20, check=False
+    )
+    if attempt.returncode:
+        pytest.skip(f"mounting is not permitted here: {attempt.stderr.strip()}")
+    return "unshare", "-m"
+
+
+@pytest.mark.parametrize("limit", ["size", "nr_inodes"])
+def test_publishing_until_a_real_disk_is_full_leaves_whole_versions_and_gc_makes_room(
+    limit, mounts, tmp_path, record_property
+):
+    report = report_of("small_disk", "full", tmp_path, "--limit", limit, under=mounts)
+
+    record_property("full_disk", report["summary"])
+    print(report["summary"])
+    assert not report["problems"], "\n".join(report["problems"])
+    assert report["went_on"] > 5
+
+
+def test_a_read_only_mount_refuses_every_writer_and_serves_every_reader(mounts, tmp_path):
+    report = report_of("small_disk", "read_only", tmp_path, under=mounts)
+
+    assert not report["problems"], "\n".join(report["problems"])
+
+
+def wait_for_line(child: subprocess.Popen[str], expected: str) -> None:
+    line = child.stdout.readline().strip()
+    assert line == expected, f"{line!r} instead of {expected!r}; {child.stderr.read()}"
+
+
+def finish(child: subprocess.Popen[str]) -> str:
+    output, errors = child.communicate("go on\n", timeout=30)
+    assert child.returncode == 0, errors
+    return output
+
+
+def test_a_second_publisher_gives_up_after_its_lock_timeout_and_changes_nothing(start, tmp_path):
+    first = start("publisher", tmp_path / "store", "step_1", "--pause")
+    wait_for_line(first, "begins")
+    wait_for_line(first, "holds the lock")
+    impatient = Store(tmp_path / "store", lock_timeout=0.2)
+
+    for attempt in (lambda: impatient.publish("step_2", {"a": b""}), impatient.gc):
+        started = time.monotonic()
+        with pytest.raises(StoreBusy, match=r"waited 0\.2 s"):
+            attempt()
+        assert 0.2 <= time.monotonic() - started < 5
+
+    assert "published" in finish(first)
+    assert Store(tmp_path / "store").versions() == ["step_1"]
+    assert not find_strays(tmp_path / "store")
+
+
+def test_a_second_publisher_waits_for_the_first(start, tmp_path):
+    first = start("publisher", tmp_path / "store", "step_1", "--pause")
+    wait_for_line(first, "begins")
+    wait_for_line(first, "holds the lock")
+    second = start("publisher", tmp_path / "store", "step_2")
+    wait_for_line(second, "begins")
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(0.3)
+
+    assert "published" in finish(first)
+    assert "published" in finish(second)
+    assert not find_problems(tmp_path / "store", [["step_1", "step_2"]], ["step_2"])[1]
+
+
+def test_many_publishers_at_once_all_succeed_one_after_another(start, tmp_path):
+    names = [f"step_{number}" for number in range(1, 6)]
+    publishers = [start("publisher", tmp_path / "store", name) for name in names]
+    for publisher in publishers:
+        finish(publisher)
+
+    store = Store(tmp_path / "store")
+    versions = store.versions()
+    assert sorted(versions) == names
+    assert [store.manifest(version).sequence for version in versions] == [1, 2, 3, 4, 5]
+    assert not find_problems(store.path, [versions], versions[-1:])[1]
+    assert not find_strays(store.path)
+
+
+def test_a_publisher_killed_while_it_holds_the_lock_does_not_block_the_next(start, tmp_path):
+    first = start("publisher", tmp_path / "store", "step_1", "--pause")
+    wait_for_line(first, "begins")
+    wait_for_line(first, "holds the lock")
+    first.kill()
+    first.wait(10)
+
+    publish(tmp_path / "store", "step_1")
+
+    assert not find_problems(tmp_path / "store", [["step_1"]], ["step_1"])[1]
+    assert not find_strays(tmp_path / "store")
