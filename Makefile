@@ -13,7 +13,7 @@ demo: $(STAMP) ## Publish three versions and update a live model through every c
 	$(BIN)/weightcast demo
 
 test: $(STAMP) ## The whole test suite, in random order
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --cov --cov-report= --cov-fail-under=93
 
 test-slow: $(STAMP) ## The full form of the long matrices
 	$(BIN)/pytest -m slow

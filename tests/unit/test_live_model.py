@@ -126,6 +126,25 @@ def test_a_mapping_of_arrays_of_any_layout(store, rng, mode, order):
     assert model["s"] == 7
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_larger_than_a_piece_and_tensors_without_elements(store, rng, mode):
+    new = {
+        "big": rng.standard_normal((1100, 1000)),
+        "turned": rng.standard_normal((1000, 600)).T,
+        "empty": np.empty((0, 7), np.float32),
+    }
+    assert new["big"].nbytes > 2 * (4 << 20)
+    store.publish("v", new)
+    model = {"big": np.zeros((1100, 1000)), "turned": np.zeros((1000, 600)).T, "empty": np.empty((0, 7), np.float32)}
+    live = LiveModel(model, source=store)
+    for _ in range(2):
+        assert live.update("v", commit=mode).tensors == 3
+        assert all((model[name] == array).all() for name, array in new.items())
+        assert not model["turned"].flags.c_contiguous
+        assert live.root_digest() == store.manifest("v").root_digest
+        live.clear()
+
+
 # --- adopt or copy: docs/adopt-or-copy.md, one test per cell -------------------------------------------------------
 
 
@@ -309,6 +328,8 @@ def test_declining_the_checksum_skips_the_payload_and_nothing_else(versions):
     live.update("step_2", verify_checksum=False)
     assert live.version == "step_2"
     assert live.root_digest() != versions.manifest("step_2").root_digest
+    with pytest.raises(DigestMismatch):  # a version that was not proved does not count as served
+        live.update("step_2")
     with pytest.raises(WeightcastError, match="does not fit"):
         LiveModel({"other": np.zeros(3)}, source=versions).update("step_2", verify_checksum=False)
 
@@ -631,6 +652,31 @@ def test_a_source_has_many_spellings(versions, form):
     }[form]  # fmt: skip
     live = LiveModel(make(0))
     assert live.update("step_1", source=spelled).source == f"file://{versions.path}"
+
+
+def test_a_receiver_that_was_passed_in_stays_open_and_one_that_was_made_is_closed(versions, monkeypatch):
+    closed = []
+    monkeypatch.setattr(FileReceiver, "close", closed.append)
+    live = LiveModel(make(0))
+    mine = FileReceiver(versions)
+    live.update("step_1", source=mine)
+    assert not closed
+    live.update("step_2", source=versions)
+    with pytest.raises(VersionNotFound):
+        live.update("step_7", source=versions)
+    assert len(closed) == 2
+
+
+def test_the_root_digest_sees_every_place_a_tensor_landed_in(store):
+    main, draft = {"embed": np.zeros(4)}, {"embed": np.zeros(4)}
+    store.publish("v", {"embed": np.ones(4)})
+    live = LiveModel([main, draft], source=store)
+    live.update("v")
+    assert live.root_digest() == store.manifest("v").root_digest
+    for damaged in (main, draft):
+        damaged["embed"][0] = 7
+        assert live.root_digest() != store.manifest("v").root_digest
+        damaged["embed"][0] = 1
 
 
 def test_wrong_calls_are_refused_with_the_choices(versions):

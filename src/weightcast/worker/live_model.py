@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from weightcast.clock import Deadline
@@ -109,7 +110,8 @@ class LiveModel:
         for landing in self._served.plan.landings:
             digest = array_digest(landing.slot.live(), algorithm)
             for entry in (landing.entry, *landing.same):
-                digests.setdefault(entry.spec, digest)
+                if digest != entry.digest or entry.spec not in digests:  # of several slots, the one that is wrong counts
+                    digests[entry.spec] = digest
         return root_digest(digests.items(), algorithm)
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -131,18 +133,12 @@ class LiveModel:
         if commit not in (*_STAGED_COMMITS, "inplace"):
             raise InvalidInput(f"unknown commit mode {commit!r}: choose copy, swap or inplace.")
         deadline, started = Deadline.after(timeout), time.monotonic()
-        receiver = self._open(source)
-        try:
-            manifest = choose_version(
-                receiver, version, serving=self._serving(), verify_checksum=verify_checksum, deadline=deadline
-            )
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (receiver, manifest):
             if self._serves(manifest):
                 return self._result(manifest, receiver.url, "none", 0, 0, total_s=time.monotonic() - started)
             if commit == "inplace":
                 return self._stream(receiver, manifest, verify_checksum, deadline, started)
             staged = self._stage(receiver, manifest, commit, verify_checksum, deadline, started)
-        finally:
-            receiver.close()
         return self.commit(staged)
 
     def stage(
@@ -158,14 +154,8 @@ class LiveModel:
         if commit not in _STAGED_COMMITS:
             raise InvalidInput(f"commit mode {commit!r} cannot be staged: choose copy or swap.")
         deadline, started = Deadline.after(timeout), time.monotonic()
-        receiver = self._open(source)
-        try:
-            manifest = choose_version(
-                receiver, version, serving=self._serving(), verify_checksum=verify_checksum, deadline=deadline
-            )
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (receiver, manifest):
             return self._stage(receiver, manifest, commit, verify_checksum, deadline, started)
-        finally:
-            receiver.close()
 
     def commit(self, staged: StagedUpdate) -> UpdateResult:
         """The second half: make a staged version live, or put everything back and raise `CommitFailed`."""
@@ -189,7 +179,7 @@ class LiveModel:
         except BaseException as error:
             self._undo(staged, error, post_load_ran=post_load_ran)
             raise
-        self._served = Served(staged.manifest, staged.plan)
+        self._served = Served(staged.manifest, staged.plan, proved=staged.checksum)
         self._lifecycle.move("commit", State.READY)
         return self._result(
             staged.manifest, staged.source, staged.mode, len(staged.plan.entries), staged.plan.nbytes,
@@ -229,22 +219,31 @@ class LiveModel:
     def _slots(self) -> list[Slot]:
         return [slot for part in self._parts for slot in part.slots]
 
-    def _open(self, source: Source | None) -> Receiver:
-        chosen = self._source if source is None else source
-        if chosen is None:
+    @contextmanager
+    def _chosen(
+        self, source: Source | None, version: str | None, *, verify_checksum: bool, deadline: Deadline
+    ) -> Iterator[tuple[Receiver, Manifest]]:
+        """An open receiver and the version to take from it. A receiver that the caller passed stays open: it is theirs."""
+        given = self._source if source is None else source
+        if given is None:
             raise InvalidInput("no source: pass source=… to the call or to LiveModel.")
-        return open_receiver(chosen, rank=self.rank)
+        receiver = open_receiver(given, rank=self.rank)
+        try:
+            serving = self._serving()
+            chosen = choose_version(receiver, version, serving=serving, verify_checksum=verify_checksum, deadline=deadline)
+            yield receiver, chosen
+        finally:
+            if receiver is not given:
+                receiver.close()
 
     def _serving(self) -> Manifest | None:
         return self._served.manifest if self._served else None
 
     def _serves(self, manifest: Manifest) -> bool:
-        served = self._serving()
-        return (
-            served is not None
-            and self.state is State.READY
-            and (served.version, served.root_digest) == (manifest.version, manifest.root_digest)
-        )
+        if self._served is None or not self._served.proved or self.state is not State.READY:
+            return False
+        held = self._served.manifest
+        return (held.version, held.root_digest) == (manifest.version, manifest.root_digest)
 
     def _stage(
         self, receiver: Receiver, manifest: Manifest, mode: CommitMode, checksum: bool, deadline: Deadline, started: float
@@ -265,7 +264,9 @@ class LiveModel:
             self._lifecycle.move("stage", self._lifecycle.resting)
             _rename_foreign(error, manifest.version)
             raise
-        self._staged = StagedUpdate(manifest, plan, mode, receiver.url, commit, deadline, started, stage_s, verify_s)
+        self._staged = StagedUpdate(
+            manifest, plan, mode, checksum, receiver.url, commit, deadline, started, stage_s, verify_s
+        )
         self._lifecycle.move("stage", State.STAGED)
         return self._staged
 
@@ -311,7 +312,7 @@ class LiveModel:
             self._restore(inplace, receiver, manifest, error, timeout=deadline.seconds)
             raise
         commit_s = watch.lap()
-        self._served = Served(manifest, plan)
+        self._served = Served(manifest, plan, proved=checksum)
         self._lifecycle.move("update", State.READY)
         return self._result(
             manifest, receiver.url, "inplace", len(plan.entries), plan.nbytes,

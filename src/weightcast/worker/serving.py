@@ -14,10 +14,14 @@ from weightcast.worker.result import CommitMode
 
 @dataclass(frozen=True)
 class Served:
-    """What the model holds: set by a commit, dropped when the weights are no longer whole."""
+    """What the model holds: set by a commit, dropped when the weights are no longer whole.
+
+    `proved` is false where the caller declined the checksum: then the version's name is all that is known of the bytes.
+    """
 
     manifest: Manifest
     plan: Plan
+    proved: bool
 
 
 @dataclass
@@ -27,6 +31,7 @@ class StagedUpdate:
     manifest: Manifest
     plan: Plan
     mode: CommitMode
+    checksum: bool
     source: str
     commit: StagedCommit
     deadline: Deadline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.bridges import numpy_bridge
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
+
+Framework = Literal["numpy", "torch", "paddle"]
 
 
 class Bridge(Protocol):
@@ -28,20 +30,27 @@ class Bridge(Protocol):
         """Equal for two tensors exactly when they are the same memory seen the same way."""
 
 
+def framework_of(thing: object) -> Framework | None:
+    """Whose tensor, module or other object this is, told by its classes: importing nothing."""
+    if isinstance(thing, np.ndarray | np.generic):
+        return "numpy"
+    roots = {cls.__module__.partition(".")[0] for cls in type(thing).__mro__}
+    return "torch" if "torch" in roots else "paddle" if "paddle" in roots else None
+
+
 def bridge_for(tensor: object) -> Bridge:
     """The bridge for whatever framework owns `tensor`."""
-    if isinstance(tensor, np.ndarray | np.generic):
+    framework = framework_of(tensor)
+    if framework == "numpy":
         return numpy_bridge
-    for cls in type(tensor).__mro__:
-        root = cls.__module__.partition(".")[0]
-        if root == "torch":
-            from weightcast.tensors.bridges import torch_bridge  # noqa: PLC0415 - torch is an extra
+    if framework == "torch":
+        from weightcast.tensors.bridges import torch_bridge  # noqa: PLC0415 - torch is an extra
 
-            return torch_bridge
-        if root == "paddle":
-            from weightcast.tensors.bridges import paddle_bridge  # noqa: PLC0415 - paddle is an extra
+        return torch_bridge
+    if framework == "paddle":
+        from weightcast.tensors.bridges import paddle_bridge  # noqa: PLC0415 - paddle is an extra
 
-            return paddle_bridge
+        return paddle_bridge
     raise UnsupportedTensor(f"an object of type {type(tensor).__qualname__} is not a NumPy, torch or Paddle tensor.")
 
 

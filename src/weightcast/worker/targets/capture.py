@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from weightcast.errors import InvalidInput, UnsupportedTensor
+from weightcast.tensors.bridges import Framework, framework_of
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.numpy_target import capture_arrays
 
@@ -47,14 +46,8 @@ def capture_parts(model: object, device: str) -> tuple[CapturedPart, ...]:
 def _capture(model: object, device: str) -> Sequence[Slot]:
     if isinstance(model, MutableMapping):
         slots = _capture_mapping(model, device)
-    elif any(cls.__module__.partition(".")[0] == "torch" for cls in type(model).__mro__):
-        import torch  # noqa: PLC0415 - an extra, and the model shows that it is there
-
-        from weightcast.worker.targets.torch_target import capture_module  # noqa: PLC0415
-
-        if not isinstance(model, torch.nn.Module):
-            raise InvalidInput(f"a {type(model).__qualname__} is not a model: give a module or a mapping of tensors.")
-        slots = capture_module(model, torch.device(device))
+    elif framework_of(model) == "torch":
+        slots = _capture_module(model, device)
     else:
         raise InvalidInput(
             f"a {type(model).__qualname__} is not a model: give a torch module, a mutable mapping of NumPy arrays or torch "
@@ -65,20 +58,28 @@ def _capture(model: object, device: str) -> Sequence[Slot]:
     return slots
 
 
-def _capture_mapping(mapping: MutableMapping[str, Any], device: str) -> Sequence[Slot]:
-    def holders(keys: list[str]) -> Iterator[tuple[str, tuple[MutableMapping[str, Any], str]]]:
-        return ((key, (mapping, key)) for key in keys)
+def _capture_module(model: object, device: str) -> Sequence[Slot]:
+    import torch  # noqa: PLC0415 - an extra, and the model shows that it is there
 
-    arrays = [key for key, value in mapping.items() if isinstance(value, np.ndarray | np.generic)]
-    others = [key for key in mapping if key not in set(arrays)]
-    slots: list[Slot] = list(capture_arrays(holders(arrays)))
-    if others:
-        foreign = [key for key in others if not any(c.__module__.startswith("torch") for c in type(mapping[key]).__mro__)]
-        if foreign:
-            raise UnsupportedTensor(f"not NumPy arrays or torch tensors in the mapping: {', '.join(foreign)}.")
+    from weightcast.worker.targets.torch_target import capture_module  # noqa: PLC0415
+
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput(f"a {type(model).__qualname__} is not a model: give a module or a mapping of tensors.")
+    return capture_module(model, torch.device(device))
+
+
+def _capture_mapping(mapping: MutableMapping[str, Any], device: str) -> Sequence[Slot]:
+    keys: dict[Framework | None, list[str]] = {}
+    for key, value in mapping.items():
+        keys.setdefault(framework_of(value), []).append(key)
+    foreign = [*keys.get("paddle", []), *keys.get(None, [])]
+    if foreign:
+        raise UnsupportedTensor(f"not NumPy arrays or torch tensors in the mapping: {', '.join(foreign)}.")
+    slots: list[Slot] = list(capture_arrays((key, (mapping, key)) for key in keys.get("numpy", [])))
+    if "torch" in keys:
         import torch  # noqa: PLC0415
 
         from weightcast.worker.targets.torch_target import capture_tensors  # noqa: PLC0415
 
-        slots += capture_tensors(holders(others), torch.device(device))
-    return cast("Sequence[Slot]", slots)
+        slots += capture_tensors(((key, (mapping, key)) for key in keys["torch"]), torch.device(device))
+    return slots
