@@ -656,7 +656,11 @@ def test_a_source_has_many_spellings(versions, form):
 
 def test_a_receiver_that_was_passed_in_stays_open_and_one_that_was_made_is_closed(versions, monkeypatch):
     closed = []
-    monkeypatch.setattr(FileReceiver, "close", closed.append)
+
+    def close(receiver):
+        closed.append(receiver)
+
+    monkeypatch.setattr(FileReceiver, "close", close)
     live = LiveModel(make(0))
     mine = FileReceiver(versions)
     live.update("step_1", source=mine)

@@ -11,7 +11,7 @@ from weightcast.cli.output import emit, json_option, short, size, table
 from weightcast.demo.commit_modes import run_demo
 
 
-@click.command()
+@click.command(short_help="See every commit mode at work on a small torch model.")
 @click.option("--width", type=click.IntRange(min=8), default=1024, show_default=True, help="Width of the model.")
 @json_option
 def demo(width: int, as_json: bool) -> None:

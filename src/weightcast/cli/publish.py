@@ -13,7 +13,7 @@ from weightcast.store.store import PART_NBYTES, Mode, Store
 from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
 
 
-@click.command()
+@click.command(short_help="Publish a checkpoint directory as a version.")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.argument("version")
 @click.argument("checkpoint_dir", type=click.Path(path_type=Path))

@@ -44,12 +44,12 @@ def _where(command: Command) -> Command:
     )(command)
 
 
-@click.group()
+@click.group(short_help="List, check, write and convert legacy snapshots.")
 def snapshot() -> None:
     """Legacy snapshots: model_state.tp{rank}.{id}[.part{N}].pdparams files."""
 
 
-@snapshot.command()
+@snapshot.command(short_help="List snapshots by rank and device id.")
 @_DIRECTORY
 @json_option
 def ls(directory: Path, as_json: bool) -> None:
@@ -80,7 +80,7 @@ def ls(directory: Path, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-@snapshot.command()
+@snapshot.command(short_help="Read a snapshot and prove every byte.")
 @_DIRECTORY
 @_which
 @_where
@@ -119,7 +119,7 @@ def check(directory: Path, rank: int, device_id: str, shared_dir: Path, ignore_b
     emit(as_json, summary, human)
 
 
-@snapshot.command()
+@snapshot.command(short_help="Write a version in the legacy layout.")
 @_STORE
 @click.argument("version")
 @_DIRECTORY
@@ -153,7 +153,7 @@ def write(
     emit(as_json, {"version": version, "rank": rank, "id": device_id, "files": files}, human)
 
 
-@snapshot.command()
+@snapshot.command(short_help="Publish a snapshot as a version.")
 @_DIRECTORY
 @_STORE
 @click.argument("version", required=False)

@@ -22,7 +22,7 @@ def store() -> None:
     """Look at the versions of a store, check, compare and prune them."""
 
 
-@store.command()
+@store.command(short_help="List versions in the order of publication.")
 @_STORE
 @json_option
 def ls(path: Path, as_json: bool) -> None:
@@ -69,7 +69,7 @@ def ls(path: Path, as_json: bool) -> None:
     emit(as_json, rows, human)
 
 
-@store.command()
+@store.command(short_help="Show what a version holds.")
 @_STORE
 @click.argument("version", required=False)
 @json_option
@@ -95,7 +95,7 @@ def show(path: Path, version: str | None, as_json: bool) -> None:
     emit(as_json, manifest, human)
 
 
-@store.command()
+@store.command(short_help="Read every byte and compare it with what was published.")
 @_STORE
 @click.argument("versions", metavar="[VERSION]...", nargs=-1)
 @json_option
@@ -130,7 +130,7 @@ def _verdict(report: VerifyReport) -> str:
     return f"{report.version}: DAMAGED, {len(report.problems)} problem(s)"
 
 
-@store.command()
+@store.command(short_help="Compare two versions element by element.")
 @_STORE
 @click.argument("a")
 @click.argument("b")
@@ -175,7 +175,7 @@ def _diff_row(tensor: TensorDiff) -> list[str]:
     ]
 
 
-@store.command()
+@store.command(short_help="Remove old versions and garbage.")
 @_STORE
 @click.option(
     "--keep-last", type=click.IntRange(min=1), default=3, show_default=True, help="Keep this many newest versions."
@@ -206,7 +206,7 @@ def gc(
     emit(as_json, asdict(report), human)
 
 
-@store.command()
+@store.command(short_help="Turn version.txt into version.yaml.")
 @_STORE
 @json_option
 def migrate(path: Path, as_json: bool) -> None:
