@@ -22,11 +22,11 @@ test-slow: $(WORK) ## The full form of the long matrices
 
 lint: $(WORK) ## ruff and mypy (strict on src)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
 format: $(WORK) ## Let ruff format the sources
-	$(BIN)/ruff format .
+	$(BIN)/ruff format src tests
 	$(BIN)/ruff check --fix .
 
 build: $(WORK) ## Build the wheel and the sdist into dist/
