@@ -74,7 +74,7 @@ def test_sparse_torch_tensors_are_refused():
         spec_of("x", torch.eye(3).to_sparse())
 
 
-@pytest.mark.parametrize("name", ["", "__metadata__", "a\0b"])
+@pytest.mark.parametrize("name", ["", "__metadata__", "a\0b", "a\ud800"])
 def test_names_that_no_file_could_hold_are_refused(name):
     with pytest.raises(UnsupportedTensor):
         spec_of(name, np.zeros(1))

@@ -21,6 +21,8 @@ def checkpoint(tmp_path, rng):
     (directory / layout.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (directory / "config.json").write_text('{"model_type": "x"}')
     (directory / "tokenizer.json").write_text("{}")
+    (directory / "model-card.md").write_text("# Model")
+    (directory / ".hidden").write_text("not taken")
     (directory / "pytorch_model.bin").write_bytes(b"not taken")
     (directory / "version.yaml").write_text("step: 1")
     return directory
@@ -30,7 +32,7 @@ def test_tensors_and_small_files_come_along_and_foreign_weights_do_not(store, ch
     manifest = store.publish_checkpoint("step_3", checkpoint)
     assert {entry.name for entry in manifest.tensors} == {"a", "b", "c"}
     directory = layout.version_dir(store.path, "step_3")
-    assert {file.file for file in manifest.files} == {"config.json", "tokenizer.json", layout.INDEX}
+    assert {file.file for file in manifest.files} == {"config.json", "tokenizer.json", "model-card.md", layout.INDEX}
     assert (directory / "config.json").read_text() == '{"model_type": "x"}'
     assert not (directory / "pytorch_model.bin").exists()
     assert store.verify("step_3").ok

@@ -188,6 +188,27 @@ def test_bad_input_is_refused_and_leaves_nothing(store, tensors, error, said):
     assert store.versions() == []
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"files": {"manifest.json": b"{}"}}, "names that a version uses"),
+        ({"files": {"model-00001-of-00001.safetensors": b""}}, "names that a version uses"),
+        ({"files": {"../escape": b""}}, "cannot be called"),
+        ({"files": {".hidden": b""}}, "cannot be called"),
+        ({"metadata": {"run": 7}}, "texts to texts"),
+        ({"step": "seven"}, "integer"),
+        ({"part_nbytes": 0}, "positive"),
+        ({"algorithm": "crc"}, "unknown digest"),
+    ],
+)
+def test_bad_options_are_refused_and_leave_nothing(store, tensors, options, said):
+    with pytest.raises(InvalidInput, match=said):
+        store.publish("v", tensors, **options)
+    assert not store.path.exists() or store.versions() == []
+    assert not (store.path.parent / "escape").exists()
+    store.publish("v", tensors)
+
+
 def test_a_version_is_never_overwritten(store, tensors):
     store.publish("step_1", tensors)
     before = store.manifest("step_1")

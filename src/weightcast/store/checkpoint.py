@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from weightcast.store.safetensors_file import SafetensorsFile
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
 from weightcast.tensors.flat import Array, from_bytes
 from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.manifest import is_file_name
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Checkpoint:
         for path in sorted(self.directory.iterdir()):
             if not path.is_file() or path.suffix in _WEIGHTS or path.name in _NOT_OURS or path.name.endswith(".index.json"):
                 continue
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+-]*", path.name) or path.stat().st_size > _FILE_LIMIT_NBYTES:
+            if not is_file_name(path.name) or path.stat().st_size > _FILE_LIMIT_NBYTES:
                 log.warning("publish skips %s: its name or size is not that of a small file of a checkpoint", path)
                 continue
             yield path.name, read_small(path, _FILE_LIMIT_NBYTES)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
+RESERVED = (MANIFEST, INDEX)
 
 
 def versions_dir(store: Path) -> Path:

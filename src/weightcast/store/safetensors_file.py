@@ -91,7 +91,6 @@ def _parse_place(name: str, field: Any, data_start: int) -> Place:
     shape = tuple(field["shape"])
     if len(shape) > 32 or not all(isinstance(size, int) and 0 <= size < 1 << 48 for size in (*shape, start, end)):
         raise ValueError(f"tensor {name!r} has a shape or place that is not made of counts")
-    name.encode()  # JSON can spell names that are not Unicode
     spec = TensorSpec(name=name, dtype=DType(field["dtype"]), shape=shape)
     if end - start != spec.nbytes:
         raise ValueError(f"tensor {name!r} is {spec.describe()} but has {end - start} bytes")

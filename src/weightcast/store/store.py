@@ -106,6 +106,10 @@ class Store:
             raise InvalidInput(f"mode {mode!r} is not available: this release publishes full versions (full, auto).")
         if part_nbytes < 1:
             raise InvalidInput(f"part_nbytes must be positive, not {part_nbytes}.")
+        if not isinstance(step, int | None):
+            raise InvalidInput(f"step must be an integer, not {step!r}.")
+        if not all(isinstance(text, str) for item in (metadata or {}).items() for text in item):
+            raise InvalidInput("metadata must map texts to texts.")
         started = time.monotonic()
         make_dir(self.path)
         if not layout.versions_dir(self.path).is_dir():

@@ -17,7 +17,16 @@ from weightcast.store.part_series import PartSeries
 from weightcast.store.safetensors_file import HEADER_ROOM, header_room_for
 from weightcast.tensors.bridges import bridge_for, host_array, spec_of
 from weightcast.tensors.digest import Algorithm, bytes_digest
-from weightcast.wire.manifest import FileEntry, Manifest, PartEntry, TensorEntry, compute_root, encode_manifest
+from weightcast.wire.manifest import (
+    FileEntry,
+    Manifest,
+    PartEntry,
+    TensorEntry,
+    compute_root,
+    decode_manifest,
+    encode_manifest,
+    is_file_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +86,14 @@ class VersionWriter:
 
     def add_file(self, name: str, data: bytes) -> None:
         """Add a small file that travels with the version."""
+        if not is_file_name(name) or name in layout.RESERVED or name.endswith(".safetensors"):
+            raise InvalidInput(
+                f"a file of a version cannot be called {name!r}: use letters, digits and . _ + -, starting with a letter, "
+                "digit or _, and none of the names that a version uses itself."
+            )
+        self._write_file(name, data)
+
+    def _write_file(self, name: str, data: bytes) -> None:
         write_synced(self._dir / name, data)
         self._files.append(FileEntry(file=name, nbytes=len(data), digest=bytes_digest(data, self._algorithm)))
 
@@ -87,7 +104,7 @@ class VersionWriter:
             raise InvalidInput(f"version {self._version} has no tensors: there is nothing to publish.")
         parts = self._name_parts()
         entries = tuple(self._series.entries)
-        self.add_file(layout.INDEX, _index(parts, entries))
+        self._write_file(layout.INDEX, _index(parts, entries))
         sync_dir(self._dir)
         manifest = Manifest(
             version=self._version,
@@ -103,7 +120,10 @@ class VersionWriter:
             tied=self._tied,
             metadata=dict(metadata),
         )
-        replace_synced(self._dir / layout.MANIFEST, encode_manifest(manifest))
+        path = self._dir / layout.MANIFEST
+        encoded = encode_manifest(manifest)
+        decode_manifest(encoded, path)  # what cannot be read back must never be sealed
+        replace_synced(path, encoded)
         return manifest
 
     def abandon(self) -> None:

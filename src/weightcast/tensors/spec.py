@@ -11,6 +11,10 @@ from weightcast.tensors.dtypes import DType
 RESERVED_NAME = "__metadata__"  # a key of the safetensors header
 
 
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, element type and shape. The bytes are little-endian and contiguous in C order."""
@@ -20,7 +24,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.name or self.name == RESERVED_NAME or "\0" in self.name:
+        if not self.name or self.name == RESERVED_NAME or "\0" in self.name or _has_surrogates(self.name):
             raise UnsupportedTensor(f"{self.name!r} cannot be the name of a tensor.")
 
     @property

@@ -111,6 +111,11 @@ def check_version_id(version: str) -> str:
     return version
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a name can be that of a file of a version: plain characters, no directory, not hidden."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
 def compute_root(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> str:
     """The root digest that follows from the entries; empty where there are no digests."""
     return root_digest(((entry.spec, entry.digest) for entry in tensors), algorithm) if algorithm else ""
@@ -145,7 +150,7 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
     for file, count in Counter(files).items():
         if count > 1:
             yield f"file {file!r} is listed {count} times"
-        if not _FILE_NAME.fullmatch(file):
+        if not is_file_name(file):
             yield f"file name {file!r} is not allowed"
     names = [entry.name for entry in manifest.tensors] + list(manifest.tied)
     yield from (f"tensor {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1)
