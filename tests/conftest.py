@@ -2,10 +2,14 @@
 
 import threading
 
+import hypothesis
 import numpy as np
 import pytest
 
 from weightcast import Store
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is not a wrong one
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture

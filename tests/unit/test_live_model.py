@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from weightcast import LiveModel, State, Store
+from weightcast.clock import Deadline
 from weightcast.errors import (
     BaseVersionMismatch,
     ClearIncomplete,
@@ -572,9 +573,9 @@ def test_staging_touches_nothing_and_commit_or_abandon_ends_it(versions, mode):
 def test_a_staged_version_whose_deadline_passed_is_not_committed(versions):
     net = make(0)
     live = LiveModel(net, source=versions)
-    staged = live.stage("step_1", timeout=0.5)
+    staged = live.stage("step_1")
     before = bits(net)
-    threading.Event().wait(0.6)
+    staged.deadline = Deadline.after(0)
     with pytest.raises(DeadlineExceeded):
         live.commit(staged)
     assert live.state is State.READY
