@@ -108,6 +108,11 @@ def test_a_damaged_version_is_shown_in_ls_and_fails_verify(run, run_json, publis
     assert "damaged" in out
 
 
+def test_names_are_printed_as_they_are(run, tmp_path):
+    Store(tmp_path / "s").publish("v", {"w[bold]:smile:": np.zeros(2)})
+    assert "w[bold]:smile:" in run("store", "show", tmp_path / "s")[1]
+
+
 def test_diff_has_the_exit_status_of_diff(run, run_json, published):
     status, out, _ = run("store", "diff", published, "step_1", "step_2")
     assert status == 1

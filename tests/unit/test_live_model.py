@@ -417,6 +417,17 @@ def test_a_source_that_dies_at_any_piece_leaves_the_old_version(versions, mode, 
     assert bits(net) == bits(make(2))
 
 
+def test_a_write_that_fails_in_the_middle_of_a_stream_stops_the_transport_at_once(store, rng):
+    new = {f"w{i}": rng.standard_normal(1 << 20) for i in range(8)}
+    store.publish("v", new)
+    live = LiveModel({name: np.zeros_like(array) for name, array in new.items()}, source=store)
+    live._slots()[1].live = None  # calling it fails
+    with pytest.raises(CommitFailed, match="TypeError") as caught:
+        live.update("v", commit="inplace")
+    assert caught.value.__traceback__  # which refers to every frame, and must not keep the transport alive
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
 def test_foreign_errors_are_named_and_keep_their_cause(versions):
     live = LiveModel(make(0), source=versions)
     with pytest.raises(UpdateFailed, match="OSError: cable cut") as caught:

@@ -51,7 +51,7 @@ def emit(as_json: bool, data: Any, human: Callable[[Console], None]) -> None:
         click.echo(json.dumps(msgspec.to_builtins(data), indent=1))
     else:
         width = None if sys.stdout.isatty() else 1000  # a pipe has no edge to wrap at
-        human(Console(soft_wrap=True, highlight=False, width=width))
+        human(Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=width))
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:

@@ -73,7 +73,7 @@ def ls(directory: Path, as_json: bool) -> None:
             drawn.add_row(str(item.rank), item.device_id, str(len(item.files)), size(item.nbytes), item.files[0].path.name)
         console.print(drawn if rows else f"no snapshots in {directory}")
         for path in found.bad_names:
-            console.print(f"not a name of this layout: {path.name}", markup=False)
+            console.print(f"not a name of this layout: {path.name}")
 
     emit(as_json, {"snapshots": rows, "bad_names": [path.name for path in found.bad_names]}, human)
     if found.bad_names:
@@ -103,7 +103,7 @@ def check(directory: Path, rank: int, device_id: str, shared_dir: Path, ignore_b
             f"ok: {len(opened.specs)} tensors, {size(opened.nbytes)}, version {opened.version or 'not recorded'}; {how}"
         )
         for file in located.files:
-            console.print(f"  level {located.level}: {file.path}", markup=False)
+            console.print(f"  level {located.level}: {file.path}")
 
     summary = {
         "version": opened.version,

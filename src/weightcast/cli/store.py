@@ -115,7 +115,7 @@ def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
         for report in reports:
             console.print(_verdict(report))
             for problem in report.problems:
-                console.print(f"  {problem}", markup=False)
+                console.print(f"  {problem}")
         if not reports:
             console.print(f"no versions in {path}")
 

@@ -13,6 +13,7 @@ from weightcast.store.safetensors_file import SafetensorsFile
 from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays, stream_pieces
 from weightcast.tensors.digest import bytes_digest
 from weightcast.tensors.flat import Array, Pieces, empty, flat_bytes
+from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest, PartEntry, TensorEntry
 
 
@@ -23,6 +24,9 @@ class VersionReader:
         self._dir, self.manifest = directory, manifest
         self._file: SafetensorsFile | None = None
         self._index = -1
+        self._places: list[set[tuple[TensorSpec, int]]] = [set() for _ in manifest.parts]
+        for entry in manifest.tensors:
+            self._places[entry.part].add((entry.spec, entry.offset))
 
     def open_part(self, index: int) -> SafetensorsFile:
         """The file of a part, with its size, header and the place of its tensors proved."""
@@ -39,8 +43,7 @@ class VersionReader:
                 raise PartCorrupt(path, f"it has {file.nbytes} bytes, the manifest says {part.nbytes}")
             if self.manifest.algorithm and bytes_digest(file.header, self.manifest.algorithm) != part.header_digest:
                 raise PartCorrupt(path, "its header is not the one that was published")
-            expected = {(entry.spec, entry.offset) for entry in self.manifest.tensors if entry.part == index}
-            if {(place.spec, place.offset) for place in file.places.values()} != expected:
+            if {(place.spec, place.offset) for place in file.places.values()} != self._places[index]:
                 raise PartCorrupt(path, "its header lists other tensors than the manifest")
         except BaseException:
             file.close()

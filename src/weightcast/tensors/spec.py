@@ -12,7 +12,7 @@ RESERVED_NAME = "__metadata__"  # a key of the safetensors header
 
 
 def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @dataclass(frozen=True)

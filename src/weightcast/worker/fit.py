@@ -50,9 +50,12 @@ class Plan:
         """Bytes to fetch."""
         return sum(entry.nbytes for entry in self.entries.values())
 
-    def slots_of(self, entry: TensorEntry) -> list[Slot]:
-        """The slots that a tensor lands in."""
-        return [landing.slot for landing in self.landings if landing.entry.name == entry.name]
+    def slots(self) -> dict[str, list[Slot]]:
+        """The slots that each tensor lands in, by the tensor's name."""
+        slots: dict[str, list[Slot]] = {}
+        for landing in self.landings:
+            slots.setdefault(landing.entry.name, []).append(landing.slot)
+        return slots
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -35,6 +35,11 @@ class Coverage:
         self._entries = entries
         self._seen: dict[str, list[tuple[int, int]]] = {name: [] for name in entries}
         self.nbytes = 0
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors to cover."""
+        return self._entries.keys()
 
     def add(self, piece: Piece) -> bool:
         """Count a piece in; True when its tensor is complete with it."""
@@ -68,10 +73,13 @@ class Coverage:
 
 
 def received(
-    receiver: Receiver, manifest: Manifest, coverage: Coverage, names: set[str], deadline: Deadline
-) -> Iterator[tuple[Piece, bool]]:
-    """The pieces of the named tensors, each with whether it completes its tensor. Ends only when all are complete."""
-    wanted = names if len(names) < len(manifest.tensors) else None
+    receiver: Receiver, manifest: Manifest, coverage: Coverage, deadline: Deadline
+) -> Generator[tuple[Piece, bool], None, None]:
+    """The pieces of the tensors to cover, each with whether it completes its tensor. Ends only when all are complete.
+
+    Close it when leaving early: the transport stops then, and not when the garbage collector comes by.
+    """
+    wanted = coverage.names if len(coverage.names) < len(manifest.tensors) else None
     with closing(receiver.pieces(manifest, deadline=deadline, names=wanted)) as pieces:
         for piece in pieces:
             yield piece, coverage.add(piece)
@@ -89,10 +97,10 @@ class Staging:
 
     def fill(self, receiver: Receiver, manifest: Manifest, deadline: Deadline) -> None:
         """Receive everything. The source may reuse its buffers at once: the bytes are copied here."""
-        coverage = Coverage(self._entries)
-        for piece, _ in received(receiver, manifest, coverage, set(self._entries), deadline):
-            end = piece.offset + len(piece.data)
-            self._flat[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
+        with closing(received(receiver, manifest, Coverage(self._entries), deadline)) as pieces:
+            for piece, _ in pieces:
+                end = piece.offset + len(piece.data)
+                self._flat[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
 
     def verify(self, manifest: Manifest, *, checksum: bool) -> Verified:
         """Prove the bytes as they lie in staging memory. Without `checksum` their digests are only taken."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 
 from weightcast.clock import Deadline
@@ -28,20 +30,21 @@ class InplaceCommit:
         through memory of its own size; extra memory is otherwise only the transport's.
         """
         entries = self._plan.entries
-        slots = {name: self._plan.slots_of(entry) for name, entry in entries.items()}
+        slots = self._plan.slots()
         digests: dict[str, str] = {}
         for name, entry in entries.items():
             if entry.nbytes == 0:
                 self._finish(entry, slots[name], digests)
         into: dict[str, Bytes] = {}
-        for piece, complete in received(self._receiver, self._manifest, Coverage(entries), set(entries), deadline):
-            if piece.tensor not in into:
-                into[piece.tensor] = self._destination(entries[piece.tensor], slots[piece.tensor][0])
-            end = piece.offset + len(piece.data)
-            into[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
-            if complete:
-                del into[piece.tensor]
-                self._finish(entries[piece.tensor], slots[piece.tensor], digests)
+        with closing(received(self._receiver, self._manifest, Coverage(entries), deadline)) as pieces:
+            for piece, complete in pieces:
+                if piece.tensor not in into:
+                    into[piece.tensor] = self._destination(entries[piece.tensor], slots[piece.tensor][0])
+                end = piece.offset + len(piece.data)
+                into[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
+                if complete:
+                    del into[piece.tensor]
+                    self._finish(entries[piece.tensor], slots[piece.tensor], digests)
         if checksum:
             check_digests(f"version {self._manifest.version} in the live model", entries, digests)
 
@@ -51,8 +54,8 @@ class InplaceCommit:
             slot.install(None)
 
     def _adopt(self, slot: Slot) -> None:
-        slot.install(slot.make(empty(slot.spec)))
         self._adopted.append(slot)
+        slot.install(slot.make(empty(slot.spec)))
 
     def _destination(self, entry: TensorEntry, slot: Slot) -> Bytes:
         if not slot.resident:
@@ -74,4 +77,6 @@ class InplaceCommit:
             if slot is not slots[0]:
                 self.touched = True
                 slot.write(np.ascontiguousarray(slots[0].live()))
-            digests[entry.name] = array_digest(slot.live(), self._manifest.algorithm or DEFAULT)
+            found = array_digest(slot.live(), self._manifest.algorithm or DEFAULT)
+            if found != entry.digest or entry.name not in digests:  # of several slots, the one that is wrong counts
+                digests[entry.name] = found
