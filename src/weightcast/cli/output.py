@@ -6,13 +6,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    _SizeType = click.ParamType[int]
+else:
+    _SizeType = click.ParamType  # a generic class in newer releases only
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -21,7 +26,7 @@ _UNITS |= {f"{unit}b": factor for unit, factor in _UNITS.items() if unit in "kmg
 _UNITS |= {f"{unit}ib": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}
 
 
-class Size(click.ParamType[int]):
+class Size(_SizeType):
     """A number of bytes: 1GiB, 512MB, 4096."""
 
     name = "size"

@@ -17,7 +17,6 @@ _DTYPES: dict[torch.dtype, DType] = {
     torch.int8: DType.I8,
     torch.float8_e4m3fn: DType.F8_E4M3,
     torch.float8_e5m2: DType.F8_E5M2,
-    torch.float8_e8m0fnu: DType.F8_E8M0,
     torch.uint16: DType.U16,
     torch.int16: DType.I16,
     torch.float16: DType.F16,
@@ -30,8 +29,10 @@ _DTYPES: dict[torch.dtype, DType] = {
     torch.float64: DType.F64,
     torch.complex64: DType.C64,
 }
-if hasattr(torch, "float4_e2m1fn_x2"):  # two 4-bit elements in a byte; newer torch only
-    _DTYPES[torch.float4_e2m1fn_x2] = DType.U8
+# Newer torch only. The last one packs two 4-bit elements into a byte.
+for _name, _dtype in (("float8_e8m0fnu", DType.F8_E8M0), ("float4_e2m1fn_x2", DType.U8)):
+    if hasattr(torch, _name):
+        _DTYPES[getattr(torch, _name)] = _dtype
 
 # Integers of the same width: NumPy can share memory with these, whatever the element means.
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
