@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
-Path = str | PathLike[str]
+AnyPath = str | PathLike[str]
 
 
 class WeightcastError(Exception):
@@ -98,7 +98,7 @@ class StoreNotFound(NotFound):
 
     code = "store_not_found"
 
-    def __init__(self, path: Path, why: str) -> None:
+    def __init__(self, path: AnyPath, why: str) -> None:
         super().__init__(f"no weightcast store at {path}: {why}.")
 
 
@@ -107,7 +107,7 @@ class VersionNotFound(NotFound):
 
     code = "version_not_found"
 
-    def __init__(self, version: str, where: Path, present: Sequence[str]) -> None:
+    def __init__(self, version: str, where: AnyPath, present: Sequence[str]) -> None:
         self.version, self.present = version, tuple(present)
         held = f"it holds {', '.join(present)}" if present else "it holds no version yet"
         super().__init__(f"version {version} is not in {where}: {held}.")
@@ -124,7 +124,7 @@ class SnapshotNotFound(NotFound, FileNotFoundError):
 
     code = "snapshot_not_found"
 
-    def __init__(self, rank: int, device_id: str, tried: Sequence[Path]) -> None:
+    def __init__(self, rank: int, device_id: str, tried: Sequence[AnyPath]) -> None:
         self.rank, self.device_id, self.tried = rank, device_id, tuple(str(path) for path in tried)
         places = "".join(f"\n  {path}" for path in self.tried)
         super().__init__(f"no snapshot for rank {rank}, device id {device_id}. Looked for, in this order:{places}")
@@ -192,7 +192,7 @@ class ManifestCorrupt(Corrupt):
 
     code = "manifest_corrupt"
 
-    def __init__(self, path: Path, problems: str | Sequence[str]) -> None:
+    def __init__(self, path: AnyPath, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__(
             f"manifest {path} cannot be used: {'; '.join(self.problems)}. Publish the version again under a new name, "
@@ -205,7 +205,7 @@ class PartCorrupt(Corrupt):
 
     code = "part_corrupt"
 
-    def __init__(self, path: Path, problem: str) -> None:
+    def __init__(self, path: AnyPath, problem: str) -> None:
         self.path = str(path)
         super().__init__(f"{path}: {problem}.")
 
@@ -232,7 +232,7 @@ class SnapshotInvalid(Corrupt):
 
     code = "snapshot_invalid"
 
-    def __init__(self, where: Path, problems: Sequence[str]) -> None:
+    def __init__(self, where: AnyPath, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         super().__init__(f"snapshot {where} cannot be loaded:" + "".join(f"\n  {problem}" for problem in problems))
 
@@ -242,7 +242,7 @@ class PickleRefused(Corrupt):
 
     code = "pickle_refused"
 
-    def __init__(self, path: Path, wanted: str) -> None:
+    def __init__(self, path: AnyPath, wanted: str) -> None:
         self.wanted = wanted
         super().__init__(
             f"{path}: the pickle asks for {wanted}, which is not part of a tensor. Nothing in it was executed. "
@@ -305,7 +305,7 @@ class StorageFailed(WeightcastError):
 
     code = "storage_failed"
 
-    def __init__(self, operation: str, path: Path, cause: OSError) -> None:
+    def __init__(self, operation: str, path: AnyPath, cause: OSError) -> None:
         self.path, self.errno = str(path), cause.errno
         super().__init__(f"cannot {operation} {path}: {cause.strerror or cause}.")
 

@@ -230,6 +230,9 @@ def test_versions_come_in_the_order_of_publication_not_of_names(store):
     assert store.newest() == "step_8"
     store.announce("step_10")
     assert store.newest() == "step_10"
+    with pytest.raises(VersionNotFound):
+        store.announce("step_11")
+    assert store.newest() == "step_10"
 
 
 def test_read_streams_every_byte_once_in_bounded_pieces(store, tensors, rng):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from weightcast.errors import InvalidInput, NotFound, PartCorrupt
 from weightcast.store.files import read_small
 from weightcast.store.layout import INDEX, MANIFEST
 from weightcast.store.safetensors_file import SafetensorsFile
+from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
-from weightcast.tensors.flat import Array, from_bytes
+from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import is_file_name
 
@@ -49,13 +51,13 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Array]]:
         """Every tensor, in the order it lies in its file. An array is borrowed: valid until the next one is asked for."""
-        memory = bytearray(max(spec.nbytes for spec in self.specs.values()))
+        return stream_arrays(self._readables(), Proof(str(self.directory), {}, None))
+
+    def _readables(self) -> Readables:
         for path in self._files:
             with SafetensorsFile(path) as file:
-                for name, place in sorted(file.places.items(), key=lambda item: item[1].offset):
-                    buffer = memoryview(memory)[: place.spec.nbytes]
-                    file.read_into(buffer, place.offset)
-                    yield name, from_bytes(buffer, place.spec)
+                for place in file.places.values():
+                    yield Readable(place.spec, partial(file.read_tensor, place))
 
     def files(self) -> Iterator[tuple[str, bytes]]:
         """The small files that make the directory a checkpoint: config, tokenizer and the like."""

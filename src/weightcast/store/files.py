@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -146,5 +147,5 @@ def read_small(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise StorageFailed("read", path, error) from error
     if len(data) > limit:
-        raise StorageFailed("read", path, OSError(27, f"it is larger than {limit} bytes"))
+        raise StorageFailed("read", path, OSError(errno.EFBIG, f"it is larger than {limit} bytes"))
     return data

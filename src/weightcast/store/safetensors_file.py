@@ -35,7 +35,10 @@ class Place:
 
 
 class SafetensorsFile:
-    """An open file whose header was checked: no holes, no overlaps, nothing beyond the end."""
+    """An open file whose header was checked: no holes, no overlaps, nothing beyond the end.
+
+    `places` is in the order of the data.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,6 +61,10 @@ class SafetensorsFile:
         """Fill `buffer` with the bytes at `offset`, or raise `PartCorrupt` if the file ends before."""
         self._file.read_into(buffer, offset)
 
+    def read_tensor(self, place: Place, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from `start` on."""
+        self._file.read_into(buffer, place.offset + start)
+
     def close(self) -> None:
         """Close the file. Safe twice."""
         self._file.close()
@@ -76,8 +83,9 @@ def _parse_header(path: Path, header: bytes, file_nbytes: int) -> tuple[dict[str
         places = [_parse_place(name, field, len(header)) for name, field in fields.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedTensor) as error:
         raise PartCorrupt(path, f"its safetensors header cannot be read: {type(error).__name__}: {error}") from error
+    places.sort(key=lambda place: (place.offset, place.spec.nbytes))
     end = len(header)
-    for place in sorted(places, key=lambda place: (place.offset, place.spec.nbytes)):
+    for place in places:
         if place.offset != end:
             raise PartCorrupt(path, f"tensor {place.spec.name!r} starts at byte {place.offset}, not at {end}")
         end += place.spec.nbytes

@@ -11,6 +11,7 @@ from typing import Literal
 
 from weightcast.clock import Deadline
 from weightcast.errors import (
+    AnyPath,
     InvalidInput,
     ManifestCorrupt,
     StoreNotFound,
@@ -18,7 +19,6 @@ from weightcast.errors import (
     VersionNotFound,
     WeightcastError,
 )
-from weightcast.errors import Path as AnyPath
 from weightcast.store import layout
 from weightcast.store.checkpoint import Checkpoint
 from weightcast.store.compare import Progress, VerifyReport, VersionDiff, diff_versions, no_progress, verify_version
@@ -194,9 +194,9 @@ class Store:
 
     def announce(self, version: str) -> None:
         """Make a published version the newest: the one that is taken where no version is asked for."""
-        manifest = self.manifest(version)
+        self._check_exists()
         with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
-            write_version_file(self.path, version=version, step=manifest.step)
+            write_version_file(self.path, version=version, step=self.manifest(version).step)
 
     def gc(
         self,
@@ -284,7 +284,7 @@ class Store:
         path = layout.manifest_path(self.path, version)
         try:
             manifest = decode_manifest(read_small(path, MAX_MANIFEST_NBYTES), path)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             self._check_exists()
             present = sorted(path.name for path in self._version_dirs() if (path / layout.MANIFEST).exists())
             raise VersionNotFound(version, self.path, present) from None

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
-from weightcast.errors import InvalidInput, ManifestCorrupt, Path, UnsupportedTensor
+from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
 from weightcast.tensors.digest import ALGORITHMS, Algorithm, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
@@ -126,7 +126,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return seal(manifest)
 
 
-def decode_manifest(data: bytes, path: Path) -> Manifest:
+def decode_manifest(data: bytes, path: AnyPath) -> Manifest:
     """Read manifest.json, believing nothing: the seal, every field, every place and the root digest are checked.
 
     `path` is only for messages. Raises `ManifestCorrupt` with all problems, or `UnsupportedFormat` for a newer format.
@@ -147,13 +147,9 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
     if (manifest.base is None) != (manifest.kind == "full"):
         yield f"kind {manifest.kind} with base {manifest.base}"
     files = [part.file for part in manifest.parts] + [file.file for file in manifest.files]
-    for file, count in Counter(files).items():
-        if count > 1:
-            yield f"file {file!r} is listed {count} times"
-        if not is_file_name(file):
-            yield f"file name {file!r} is not allowed"
-    names = [entry.name for entry in manifest.tensors] + list(manifest.tied)
-    yield from (f"tensor {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1)
+    yield from repeats("file", files)
+    yield from (f"file name {file!r} is not allowed" for file in files if not is_file_name(file))
+    yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])
     holders = {entry.name for entry in manifest.tensors}
     for name, holder in manifest.tied.items():
         if holder not in holders:
@@ -170,6 +166,11 @@ def _root_or_none(manifest: Manifest) -> str | None:
         return compute_root(manifest.tensors, manifest.algorithm)
     except UnsupportedTensor:  # a name that cannot be; reported with the tensor itself
         return None
+
+
+def repeats(what: str, names: Iterable[str]) -> Iterator[str]:
+    """Names that are listed more than once."""
+    return (f"{what} {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1)
 
 
 def tensor_problems(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> Iterator[str]:

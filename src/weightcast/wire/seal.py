@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from weightcast.errors import ManifestCorrupt, Path, UnsupportedFormat
+from weightcast.errors import AnyPath, ManifestCorrupt, UnsupportedFormat
 from weightcast.tensors.digest import DEFAULT, Hasher, bytes_digest
 
 _NONE = f"{DEFAULT}:{'0' * 32}".encode()
@@ -28,7 +28,7 @@ def seal(message: msgspec.Struct) -> bytes:
     return unsealed.replace(_NONE, bytes_digest(unsealed).encode(), 1)
 
 
-def unseal(data: bytes, path: Path, kind: type[_Message], *, newest: int) -> _Message:
+def unseal(data: bytes, path: AnyPath, kind: type[_Message], *, newest: int) -> _Message:
     """Read what `seal` wrote. `path` is only for messages.
 
     Raises `ManifestCorrupt` if a byte was changed or a field is wrong, `UnsupportedFormat` for a format above `newest`.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 
-from weightcast.errors import InvalidInput, ManifestCorrupt, Path
+from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt
 from weightcast.tensors.digest import Algorithm
-from weightcast.wire.manifest import PartEntry, TensorEntry, check_version_id, place_problems, tensor_problems
+from weightcast.wire.manifest import PartEntry, TensorEntry, check_version_id, place_problems, repeats, tensor_problems
 from weightcast.wire.seal import seal, unseal
 
 FORMAT = 1
@@ -33,7 +32,7 @@ def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
     return seal(manifest)
 
 
-def decode_snapshot_manifest(data: bytes, path: Path) -> SnapshotManifest:
+def decode_snapshot_manifest(data: bytes, path: AnyPath) -> SnapshotManifest:
     """Read a snapshot's manifest, believing nothing. `path` is only for messages.
 
     Raises `ManifestCorrupt` with all problems, or `UnsupportedFormat` for a newer format.
@@ -52,11 +51,7 @@ def _find_problems(manifest: SnapshotManifest) -> Iterator[str]:
         yield str(error)
     if not manifest.files:
         yield "it lists no files"
-    for file, count in Counter(part.file for part in manifest.files).items():
-        if count > 1:
-            yield f"file {file!r} is listed {count} times"
-    for name, count in Counter(entry.name for entry in manifest.tensors).items():
-        if count > 1:
-            yield f"tensor {name!r} is listed {count} times"
+    yield from repeats("file", (part.file for part in manifest.files))
+    yield from repeats("tensor", (entry.name for entry in manifest.tensors))
     yield from tensor_problems(manifest.tensors, manifest.algorithm)
     yield from place_problems(manifest.files, manifest.tensors)

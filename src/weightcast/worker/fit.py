@@ -166,7 +166,7 @@ def _broken_groups(names: set[str], groups: Sequence[Group]) -> Iterator[Mismatc
     for group in groups:
         stems: dict[tuple[str, ...], set[str]] = {}
         for pattern in group:
-            expression = re.compile(".*".join(map(re.escape, pattern.split("*"))).replace(".*", "(.*)"))
+            expression = re.compile("(.*)".join(map(re.escape, pattern.split("*"))))
             for name in names:
                 match = expression.fullmatch(name)
                 if match:

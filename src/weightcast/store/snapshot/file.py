@@ -23,8 +23,7 @@ class SnapshotFile:
         if isinstance(self._file, PickledTensors):
             self.specs = self._file.specs
         else:
-            places = sorted(self._file.places.values(), key=lambda place: (place.offset, place.spec.nbytes))
-            self.specs = {place.spec.name: place.spec for place in places}
+            self.specs = {name: place.spec for name, place in self._file.places.items()}
             self.metadata, self.header = self._file.metadata, self._file.header
 
     def read_into(self, spec: TensorSpec, start: int, buffer: memoryview) -> None:
@@ -32,7 +31,7 @@ class SnapshotFile:
         if isinstance(self._file, PickledTensors):
             self._file.read_into(spec.name, start, buffer)
         else:
-            self._file.read_into(buffer, self._file.places[spec.name].offset + start)
+            self._file.read_tensor(self._file.places[spec.name], start, buffer)
 
     def close(self) -> None:
         """Close the file. Safe twice."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast.errors import InvalidInput
-from weightcast.store.files import make_dir, refusals, rename, replace_synced, sync_dir
+from weightcast.errors import InvalidInput, StorageFailed
+from weightcast.store.files import make_dir, refusals, remove_file, rename, replace_synced, sync_dir
 from weightcast.store.part_series import PartSeries
 from weightcast.store.safetensors_file import HEADER_ROOM, header_room_for
 from weightcast.store.snapshot.names import check_device_id, check_rank, manifest_name, parse, part_name, single_name
@@ -85,7 +85,10 @@ def write_snapshot(
         _replace(directory, manifest)
     except BaseException:
         series.close()
-        _remove_aside(directory, rank, device_id)
+        try:
+            _remove_aside(directory, rank, device_id)
+        except StorageFailed as error:  # what failed first is what the caller must hear of; the next write removes the rest
+            log.warning("write snapshot version=%s left files aside: %s", version, error)
         raise
     log.info(
         "write snapshot version=%s rank=%d device_id=%s files=%d nbytes=%d write_s=%.3f dir=%s",
@@ -124,15 +127,13 @@ def _replace(directory: Path, manifest: SnapshotManifest) -> None:
     """The moment of change: from here on the old snapshot is gone, and with the last line the new one is there."""
     new = {part.file for part in manifest.files}
     sealed = directory / manifest_name(manifest.rank, manifest.device_id)
-    with refusals("remove", sealed):
-        sealed.unlink(missing_ok=True)
+    remove_file(sealed)
     sync_dir(directory)
     for part in manifest.files:
         rename(directory / f".{part.file}{_ASIDE}", directory / part.file)
     for path in _weights(directory, manifest.rank, manifest.device_id):
         if path.name not in new:
-            with refusals("remove", path):
-                path.unlink()
+            remove_file(path)
             log.info("remove snapshot file=%s: version=%s has no such file", path, manifest.version)
     sync_dir(directory)
     replace_synced(sealed, encode_snapshot_manifest(manifest))
