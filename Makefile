@@ -6,7 +6,7 @@ USE    := $(VENV)/.installed-to-use
 WORK   := $(VENV)/.installed-to-work
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-slow lint format build clean help
+.PHONY: demo test bench test-slow lint format build clean help
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,6 +16,10 @@ demo: $(USE) ## Publish three versions and update a live model through every com
 
 test: $(WORK) ## The whole test suite, in random order
 	$(BIN)/pytest -m "not slow" --cov --cov-report= --cov-fail-under=93
+
+bench: $(WORK) ## Measure the delta codec on real weights, with its limits in the same run
+	$(INSTALL) -e '.[torch,fast,test,lint,bench]'
+	$(BIN)/weightcast bench delta
 
 test-slow: $(WORK) ## The full form of the long matrices
 	$(BIN)/pytest -m slow
@@ -39,9 +43,10 @@ clean: ## Remove the virtual environment and what builds leave behind
 $(USE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightcast needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[torch]'
+	$(INSTALL) -e '.[torch,fast]'
+	$(BIN)/python -c 'from weightcast import delta; delta.warm_up()'
 	@touch $@
 
 $(WORK): $(USE)
-	$(INSTALL) -e '.[torch,test,lint]'
+	$(INSTALL) -e '.[torch,fast,test,lint]'
 	@touch $@

@@ -14,8 +14,10 @@
     │   └── BaseVersionMismatch   a delta for another base than the one that is served
     ├── Corrupt                   bytes are not what was published
     │   ├── ManifestCorrupt · PartCorrupt · DigestMismatch · VersionFileInvalid · SnapshotInvalid
+    │   ├── DeltaCorrupt          a delta that contradicts itself, its base or its digests
     │   └── PickleRefused         a pickle that wants to build something other than tensors
     ├── VersionDoesNotFit         names, shapes, dtypes or groups differ from the model; carries all mismatches
+    │   └── DeltaDoesNotFit       the same for a delta and the tensors it is to be applied to
     ├── VerificationUnavailable   a digest check was asked for and the source has no digests
     ├── SourceFailed              the source died, or sent too little, too much or the same twice
     ├── DeadlineExceeded
@@ -172,12 +174,20 @@ class BaseVersionMismatch(Conflict):
 
     code = "base_version_mismatch"
 
-    def __init__(self, *, version: str, base: str, base_root: str, serving: str | None, serving_root: str | None) -> None:
+    def __init__(
+        self, *, version: str | None, base: str | None, base_root: str, serving: str | None, serving_root: str | None
+    ) -> None:
         self.version, self.base, self.serving = version, base, serving
-        super().__init__(
-            f"version {version} is a delta on {base} ({base_root}), but the model holds "
-            f"{serving or 'no published version'} ({serving_root or 'digest unknown'}). No weights were changed. "
+        needed = f"version {version} is a delta on {base}" if version else "the delta was made on a state"
+        there = serving or ("no published version" if version else "another one")
+        cure = (
             f"Update to {base} first, or publish a full version: weightcast publish --mode full."
+            if version
+            else ("Apply the deltas that lead there first, or take the full version.")
+        )
+        super().__init__(
+            f"{needed} ({base_root}), but what is there is {there} ({serving_root or 'digest unknown'}). "
+            f"No weights were changed. {cure}"
         )
 
 
@@ -219,6 +229,16 @@ class DigestMismatch(Corrupt):
         self.tensors = tuple(name for name, _, _ in tensors)
         lines = "".join(f"\n  {name}: expected {expected}, found {found}" for name, expected, found in tensors)
         super().__init__(f"{where}: {len(tensors)} tensor(s) differ from their digests:{lines}")
+
+
+class DeltaCorrupt(Corrupt):
+    """A delta that is damaged, cut short or contradicts itself. Nothing was changed by reading it."""
+
+    code = "delta_corrupt"
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"the delta cannot be used: {problem}. Nothing was changed; fetch or publish it again.")
 
 
 class VersionFileInvalid(Corrupt):
@@ -272,6 +292,20 @@ class VersionDoesNotFit(WeightcastError):
         super().__init__(
             f"version {version} does not fit the model; no weights were changed. {len(mismatches)} mismatch(es):"
             + "".join(f"\n  {mismatch}" for mismatch in mismatches)
+        )
+
+
+class DeltaDoesNotFit(VersionDoesNotFit):
+    """A delta and the tensors that it was to be applied to are not of the same kind. Nothing was written."""
+
+    code = "delta_does_not_fit"
+
+    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
+        self.version, self.mismatches = "", tuple(mismatches)
+        WeightcastError.__init__(
+            self,
+            f"the delta does not fit; nothing was changed. {len(mismatches)} mismatch(es):"
+            + "".join(f"\n  {mismatch}" for mismatch in mismatches),
         )
 
 

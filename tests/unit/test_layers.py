@@ -12,12 +12,13 @@ ROOMS = {
     "errors": -1, "clock": 0,
     "config": 1, "tensors": 1,
     "wire": 2,
-    "delta": 3, "store": 3,
-    "transports": 4,
-    "publish": 5, "worker": 5,
-    "engines": 6, "control": 7, "fleet": 8,
-    "bench": 9, "chaos": 9, "demo": 9,
-    "cli": 10,
+    "delta": 3,
+    "store": 4,
+    "transports": 5,
+    "publish": 6, "worker": 6,
+    "engines": 7, "control": 8, "fleet": 9,
+    "bench": 10, "chaos": 10, "demo": 10,
+    "cli": 11,
 }  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))
 

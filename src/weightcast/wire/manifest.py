@@ -74,6 +74,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `sequence` is the order of publication in a store. `algorithm` is None for a source that holds no digests (a legacy
     snapshot without a manifest); all digests are then empty. `tied` maps a name to the name that holds its bytes.
+
+    A delta describes the whole new state too: `tensors` has an entry for each of its tensors, with digest but without a
+    place. Its bytes are one packed delta, `payload`, which leads there from `base`.
     """
 
     version: str
@@ -90,11 +93,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseRef | None = None
     metadata: dict[str, str] = {}
     format: int = FORMAT
+    payload: FileEntry | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors of the state that this version is."""
         return sum(entry.nbytes for entry in self.tensors)
+
+    def transfers(self) -> dict[str, TensorEntry]:
+        """What a transport moves for this version, by name: its tensors, or the payload of a delta as one tensor of bytes."""
+        if self.payload is None:
+            return {entry.name: entry for entry in self.tensors}
+        file = self.payload
+        entry = TensorEntry(
+            name=file.file, dtype=DType.U8, shape=(file.nbytes,), part=0, offset=0, nbytes=file.nbytes, digest=file.digest
+        )
+        return {file.file: entry}
 
     def by_name(self) -> dict[str, TensorEntry]:
         """Every name of the version with the entry that holds its bytes; tied names lead to the same entry."""
@@ -146,7 +160,15 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         yield "it has no digests"
     if (manifest.base is None) != (manifest.kind == "full"):
         yield f"kind {manifest.kind} with base {manifest.base}"
-    files = [part.file for part in manifest.parts] + [file.file for file in manifest.files]
+    if (manifest.payload is None) != (manifest.kind == "full") or (manifest.payload is not None and manifest.parts):
+        yield f"kind {manifest.kind} with payload {manifest.payload} and {len(manifest.parts)} part(s)"
+    payload = [manifest.payload] if manifest.payload is not None else []
+    yield from (
+        f"payload {file.file!r} has digest {file.digest!r}"
+        for file in payload
+        if not _is_digest(file.digest, manifest.algorithm)
+    )
+    files = [part.file for part in manifest.parts] + [file.file for file in (*manifest.files, *payload)]
     yield from repeats("file", files)
     yield from (f"file name {file!r} is not allowed" for file in files if not is_file_name(file))
     yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])

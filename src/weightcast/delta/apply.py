@@ -1,0 +1,64 @@
+"""Applying a delta to tensors in memory: all of it, proved, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weightcast.delta.container import read_table
+from weightcast.delta.decoder import decode
+from weightcast.delta.edit import Edit, prepare
+from weightcast.delta.encoder import state_root
+from weightcast.delta.memory import memory_of
+from weightcast.delta.sparse import Delta, check_specs
+from weightcast.delta.states import ArrayState
+from weightcast.errors import BaseVersionMismatch, DeltaCorrupt
+from weightcast.tensors.digest import algorithm_of
+from weightcast.tensors.flat import Buffer
+from weightcast.tensors.spec import TensorSpec
+
+
+def apply(
+    target: Mapping[str, object], delta: Delta | Buffer, *, check_base: bool = True, threads: int | None = None
+) -> Edit:
+    """Change tensors in place from a delta's base to its end, and return the edit, whose `undo` is the way back.
+
+    The root digests of the whole target are compared before and after, where the delta has them; `check_base=False` leaves
+    out the first comparison, for a caller who has made it. On any failure the target is as it was.
+    """
+    state = ArrayState(target)
+    specs, base_root = (delta.specs, delta.base_root) if isinstance(delta, Delta) else _promised(delta)
+    check_specs(specs, state.specs)
+    if check_base:  # before decoding: along another base, classes would decode to nonsense
+        _check_base(base_root, state)
+    sparse = delta if isinstance(delta, Delta) else decode(delta, state, threads=threads)
+    memories = {name: memory_of(name, tensor) for name, tensor in target.items()}
+    edit = prepare(memories, sparse)
+    try:
+        edit.finish(memories)
+        _check_result(sparse.new_root, ArrayState(target))
+    except BaseException:
+        edit.undo(memories)
+        raise
+    return edit
+
+
+def _promised(data: Buffer) -> tuple[Mapping[str, TensorSpec], str]:
+    table = read_table(memoryview(data))
+    return table.specs, table.base_root
+
+
+def _check_base(base_root: str, state: ArrayState) -> None:
+    """Refuse a state that is not the one a delta was made on."""
+    if not base_root:
+        return
+    found = state_root(state, algorithm_of(base_root))
+    if found != base_root:
+        raise BaseVersionMismatch(version=None, base=None, base_root=base_root, serving=None, serving_root=found)
+
+
+def _check_result(new_root: str, state: ArrayState) -> None:
+    if not new_root:
+        return
+    found = state_root(state, algorithm_of(new_root))
+    if found != new_root:
+        raise DeltaCorrupt(f"applied, the state has root {found}, and not {new_root} as it says; it was undone")

@@ -1,0 +1,156 @@
+"""From a packed delta back to its sparse form. Nothing in the input is believed, and nothing outside is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.delta.container import Chunk, Table, frame_of, read_table
+from weightcast.delta.encoder import as_state, default_threads
+from weightcast.delta.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
+from weightcast.delta.lanes import Steps, index_dtype, kind_of, lane_count
+from weightcast.delta.planes import unpack_planes, unpack_raw
+from weightcast.delta.sparse import Delta, TensorDelta, check_specs, fold, normal_form
+from weightcast.delta.states import MovedState, State
+from weightcast.delta.streams import Groups, unpack_groups
+from weightcast.errors import DeltaCorrupt, InvalidInput
+from weightcast.tensors.flat import Buffer
+from weightcast.tensors.spec import TensorSpec
+
+
+def decode(
+    data: Buffer,
+    base: Mapping[str, object] | State | None = None,
+    *,
+    threads: int | None = None,
+    backend: Backend | None = None,
+) -> Delta:
+    """The sparse form of a packed delta. `classes` needs the base, which is only read.
+
+    Raises `DeltaCorrupt` for anything that contradicts itself or the base, and `DeltaDoesNotFit` for another base. That the
+    bytes of the base are the right ones is for the caller to check, by `base_root`. Memory: about 6 bytes per change for
+    16-bit elements.
+    """
+    view = memoryview(data)
+    table = read_table(view)
+    state = as_state(base) if base is not None else None
+    if state is not None:
+        check_specs(table.specs, state.specs)
+    elif table.packing == "classes" and any(chunk.form == "sparse" for chunk in table.chunks):
+        raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
+    job = _ChunkDecoder(view, table, state, kernels(backend))
+    count = default_threads() if threads is None else threads
+    if count > 1 and len(table.chunks) > 1:
+        with ThreadPoolExecutor(count, thread_name_prefix="delta-decode") as pool:
+            decoded = list(pool.map(job.decode, table.chunks))
+    else:
+        decoded = [job.decode(chunk) for chunk in table.chunks]
+    return Delta(table.specs, _assemble(table, decoded), table.base_root, table.new_root)
+
+
+def decode_chain(
+    payloads: Sequence[Buffer],
+    base: Mapping[str, object] | State,
+    *,
+    threads: int | None = None,
+    backend: Backend | None = None,
+) -> Delta:
+    """Packed deltas that follow one another, as one delta from `base` to the end of the last."""
+    if not payloads:
+        raise InvalidInput("an empty chain of deltas leads nowhere.")
+    state = as_state(base)
+    folded = decode(payloads[0], state, threads=threads, backend=backend)
+    for payload in payloads[1:]:
+        folded = fold(folded, decode(payload, MovedState(state, folded), threads=threads, backend=backend))
+    return folded
+
+
+class _Run(NamedTuple):
+    """The changes of one block; `indices` None for a step on every lane."""
+
+    tensor: str
+    start: int
+    indices: NDArray[np.uint32] | None
+    steps: Steps
+
+
+class _ChunkDecoder:
+    def __init__(self, view: memoryview, table: Table, state: State | None, kernels: Kernels) -> None:
+        self._view, self._table, self._state, self._kernels = view, table, state, kernels
+
+    def decode(self, chunk: Chunk) -> list[_Run]:
+        frame = frame_of(self._view, chunk)
+        kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
+        if chunk.form != "sparse":
+            block = chunk.blocks[0]
+            unpack = unpack_planes if chunk.form == "dense" else unpack_raw
+            steps = unpack(frame, lanes=block.lanes, width=kind.nbytes)
+            if int(np.count_nonzero(steps)) != block.changes:
+                raise DeltaCorrupt(f"a {chunk.form} block of {block.tensor!r} does not have {block.changes} changes")
+            return [_Run(block.tensor, block.start, None, steps)]
+        by_class = self._table.packing == "classes"
+        groups = unpack_groups(
+            frame,
+            groups=kind.classes if by_class else len(chunk.blocks),
+            changes=sum(block.changes for block in chunk.blocks),
+            width=kind.nbytes,
+            kernels=self._kernels,
+        )
+        return self._by_class(chunk, groups) if by_class else _by_block(chunk, groups)
+
+    def _by_class(self, chunk: Chunk, groups: Groups) -> list[_Run]:
+        if self._state is None:
+            raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
+        kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
+        starts = np.concatenate([[0], np.cumsum(groups.counts)[:-1]]) + np.arange(kind.classes)
+        gaps = np.full(len(groups.gaps) + kind.classes, ENDLESS, dtype=np.uint32)
+        gaps[np.arange(len(groups.gaps)) + np.repeat(np.arange(kind.classes), groups.counts)] = groups.gaps
+        walk = ClassWalk(starts, gaps)
+        runs = []
+        for block in chunk.blocks:
+            old = self._state.lanes(block.tensor, block.start, block.start + block.lanes)
+            try:
+                indices, order = self._kernels.find_by_class(old, kind, gaps, walk, block.changes)
+            except ValueError as error:
+                raise DeltaCorrupt(f"{block.tensor!r} does not match its base: {error}") from error
+            runs.append(_Run(block.tensor, block.start, indices, groups.steps[order]))
+        return runs
+
+
+def _by_block(chunk: Chunk, groups: Groups) -> list[_Run]:
+    if groups.counts.tolist() != [block.changes for block in chunk.blocks]:
+        raise DeltaCorrupt("the groups of a chunk do not have as many changes as its blocks")
+    runs = []
+    ends = np.cumsum(groups.counts)
+    for block, end in zip(chunk.blocks, ends.tolist(), strict=True):
+        first = end - block.changes
+        indices = np.cumsum(groups.gaps[first:end].astype(np.int64) + 1) - 1
+        if int(indices[-1]) >= block.lanes:
+            raise DeltaCorrupt(f"a change at lane {int(indices[-1])} lies outside of a block of {block.tensor!r}")
+        runs.append(_Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end]))
+    return runs
+
+
+def _assemble(table: Table, decoded: list[list[_Run]]) -> dict[str, TensorDelta]:
+    runs: dict[str, list[_Run]] = {}
+    for chunk in decoded:
+        for run in chunk:
+            runs.setdefault(run.tensor, []).append(run)
+    return {name: _join(spec, runs[name]) for name, spec in table.specs.items() if name in runs}
+
+
+def _join(spec: TensorSpec, runs: list[_Run]) -> TensorDelta:
+    lanes = lane_count(spec)
+    wide = index_dtype(lanes)
+    if len(runs) == 1 and runs[0].indices is None and len(runs[0].steps) == lanes:
+        return normal_form(spec, None, runs[0].steps)
+    indices, steps = [], []
+    for run in sorted(runs, key=lambda run: run.start):
+        inside = np.flatnonzero(run.steps) if run.indices is None else run.indices
+        indices.append(inside.astype(wide) + wide.type(run.start))
+        steps.append(run.steps[inside] if run.indices is None else run.steps)
+    return normal_form(spec, np.concatenate(indices), np.concatenate(steps))

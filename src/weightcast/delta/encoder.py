@@ -1,0 +1,330 @@
+"""From two states to a packed delta: block by block, on several threads, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.delta.container import Block, ContainerWriter, Form, Packing, Table
+from weightcast.delta.kernels import Backend, Kernels, kernels
+from weightcast.delta.lanes import LaneKind, Lanes, Steps, kind_of, lane_count
+from weightcast.delta.planes import pack_planes, pack_raw
+from weightcast.delta.sparse import Delta, TensorDelta, check_specs
+from weightcast.delta.states import ArrayState, State
+from weightcast.delta.streams import Groups, pack_groups
+from weightcast.errors import InvalidInput
+from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher, root_digest
+from weightcast.tensors.spec import TensorSpec
+
+CHUNK_LANES = 1 << 23
+_DENSE_SHARE = 16  # below every sixteenth lane changed, sparse is always cheapest
+_DENSE_LANES = 4096  # smaller blocks stay in their chunk: a frame of their own costs more than it saves
+
+LaneReader = Callable[[int, int], Lanes]
+
+
+def encode(
+    base: Mapping[str, object] | State,
+    new: Mapping[str, object] | State,
+    *,
+    packing: Packing = "classes",
+    threads: int | None = None,
+    backend: Backend | None = None,
+    base_root: str | None = None,
+    new_root: str | None = None,
+) -> bytes:
+    """The packed delta from one state to another: mappings of NumPy, torch or Paddle tensors with the same names and kinds.
+
+    `classes` is the smaller packing and needs the whole base to decode; `gaps` decodes without any. The root digests of the
+    two states are computed unless given. Nothing in the result depends on the number of threads or the backend.
+    """
+    old_state, new_state = as_state(base), as_state(new)
+    check_specs(old_state.specs, new_state.specs)
+    pieces: list[bytes] = []
+    with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
+        for name, spec in old_state.specs.items():
+            encoder.add(spec, _reader(old_state, name), _reader(new_state, name))
+        encoder.finish(
+            base_root=state_root(old_state) if base_root is None else base_root,
+            new_root=state_root(new_state) if new_root is None else new_root,
+        )
+    return b"".join(pieces)
+
+
+def pack(
+    delta: Delta,
+    *,
+    packing: Packing = "gaps",
+    base: Mapping[str, object] | State | None = None,
+    threads: int | None = None,
+    backend: Backend | None = None,
+) -> bytes:
+    """A delta in sparse form as packed bytes. `classes` needs the base."""
+    if packing == "classes" and base is None:
+        raise InvalidInput("packing 'classes' counts along the base: pass base=…, or use packing='gaps'.")
+    state = as_state(base) if base is not None else None
+    if state is not None:
+        check_specs(delta.specs, state.specs)
+    pieces: list[bytes] = []
+    with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
+        for name, spec in delta.specs.items():
+            tensor = delta.tensors.get(name)
+            if tensor is not None:
+                encoder.add_known(tensor, _reader(state, name) if state is not None else None)
+            else:
+                encoder.add_unchanged(spec)
+        encoder.finish(base_root=delta.base_root, new_root=delta.new_root)
+    return b"".join(pieces)
+
+
+def as_state(state: Mapping[str, object] | State) -> State:
+    """Mappings of tensors as states; states as they are."""
+    return ArrayState(state) if isinstance(state, Mapping) else state
+
+
+def state_root(state: State, algorithm: Algorithm = DEFAULT) -> str:
+    """The root digest of a state."""
+    digests = []
+    for name, spec in state.specs.items():
+        hasher = Hasher(algorithm)
+        for start, stop in _blocks(lane_count(spec)):
+            hasher.update(state.lanes(name, start, stop).data)
+        digests.append((spec, hasher.digest()))
+    return root_digest(digests, algorithm)
+
+
+def default_threads() -> int:
+    """As many as this process may use, but no more than memory bandwidth feeds."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _reader(state: State, name: str) -> LaneReader:
+    return lambda start, stop: state.lanes(name, start, stop)
+
+
+def _blocks(lanes: int) -> list[tuple[int, int]]:
+    return [(start, min(start + CHUNK_LANES, lanes)) for start in range(0, lanes, CHUNK_LANES)]
+
+
+class _Changed(NamedTuple):
+    """The changes of a block, from wherever they are known."""
+
+    indices: NDArray[np.uint32]
+    steps: Steps
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A block that waits in its chunk: `changed` and `old` are called by the thread that encodes the chunk."""
+
+    tensor: str
+    start: int
+    lanes: int
+    changed: Callable[[Lanes | None], _Changed]
+    old: Callable[[], Lanes] | None
+
+
+@dataclass
+class _OpenChunk:
+    blocks: list[_Pending] = field(default_factory=list)
+    lanes: int = 0
+
+
+class Encoder:
+    """Packs tensors one after another. Memory: what was written, and two chunks for each thread.
+
+    Small tensors share chunks, so that a delta of many of them costs no more than one of a few. A context manager: leaving
+    it stops the threads.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[bytes], object],
+        *,
+        packing: Packing,
+        threads: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self._kernels = kernels(backend)
+        self._packing = packing
+        self._threads = default_threads() if threads is None else threads
+        self._container = ContainerWriter(write, packing)
+        self._specs: dict[str, TensorSpec] = {}
+        self._open: dict[LaneKind, _OpenChunk] = {}
+        self._jobs: deque[Future[list[tuple[Form, tuple[Block, ...], bytes]]]] = deque()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-encode") if self._threads > 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far."""
+        return self._container.nbytes
+
+    def add(self, spec: TensorSpec, old: LaneReader, new: LaneReader, *, borrowed: bool = False) -> None:
+        """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over."""
+        kind = self._take(spec)
+        for start, stop in _blocks(lane_count(spec)):
+            lanes = new(start, stop).copy() if borrowed else None
+
+            def changed(base: Lanes | None, start: int = start, stop: int = stop, lanes: Lanes | None = lanes) -> _Changed:
+                before = old(start, stop) if base is None else base
+                return _Changed(*self._kernels.find(before, new(start, stop) if lanes is None else lanes, kind))
+
+            def before(start: int = start, stop: int = stop) -> Lanes:
+                return old(start, stop)
+
+            self._put(kind, _Pending(spec.name, start, stop - start, changed, before))
+
+    def add_known(self, tensor: TensorDelta, old: LaneReader | None) -> None:
+        """Pack changes that are known already. `classes` needs the base's lanes."""
+        kind = self._take(tensor.spec)
+        for start, stop in _blocks(lane_count(tensor.spec)):
+
+            def changed(_: Lanes | None, start: int = start, stop: int = stop) -> _Changed:
+                return _cut(tensor, start, stop)
+
+            def before(start: int = start, stop: int = stop) -> Lanes:
+                return old(start, stop) if old is not None else np.zeros(0, dtype=kind.unsigned)
+
+            self._put(kind, _Pending(tensor.spec.name, start, stop - start, changed, before if old else None))
+
+    def add_unchanged(self, spec: TensorSpec) -> None:
+        """A tensor that is as in the base."""
+        self._take(spec)
+
+    def finish(self, *, base_root: str, new_root: str) -> Table:
+        """Write what is open, and the table. The delta is complete with it."""
+        for kind in list(self._open):
+            self._close_chunk(kind)
+        while self._jobs:
+            self._write(self._jobs.popleft())
+        return self._container.finish(self._specs, base_root=base_root, new_root=new_root)
+
+    def __enter__(self) -> Encoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _take(self, spec: TensorSpec) -> LaneKind:
+        if spec.name in self._specs:
+            raise InvalidInput(f"tensor {spec.name!r} was given twice.")
+        self._specs[spec.name] = spec
+        return kind_of(spec.dtype)
+
+    def _put(self, kind: LaneKind, block: _Pending) -> None:
+        chunk = self._open.setdefault(kind, _OpenChunk())
+        if chunk.lanes + block.lanes > CHUNK_LANES:
+            self._close_chunk(kind)
+            chunk = self._open[kind] = _OpenChunk()
+        chunk.blocks.append(block)
+        chunk.lanes += block.lanes
+
+    def _close_chunk(self, kind: LaneKind) -> None:
+        blocks = self._open.pop(kind).blocks
+        if self._pool is None:
+            done: Future[list[tuple[Form, tuple[Block, ...], bytes]]] = Future()
+            done.set_result(self._encode_chunk(kind, blocks))
+            self._write(done)
+            return
+        while len(self._jobs) >= 2 * self._threads:
+            self._write(self._jobs.popleft())
+        self._jobs.append(self._pool.submit(self._encode_chunk, kind, blocks))
+
+    def _write(self, job: Future[list[tuple[Form, tuple[Block, ...], bytes]]]) -> None:
+        for form, blocks, frame in job.result():
+            self._container.add(form, blocks, frame)
+
+    def _encode_chunk(self, kind: LaneKind, pending: list[_Pending]) -> list[tuple[Form, tuple[Block, ...], bytes]]:
+        """The frames of a chunk: one for all blocks that stay sparse, one for each that does not."""
+        frames: list[tuple[Form, tuple[Block, ...], bytes]] = []
+        sparse: list[Block] = []
+        groups = _ByClass(kind, self._kernels) if self._packing == "classes" else _ByBlock()
+        for block in pending:
+            old = block.old() if block.old is not None else None
+            changed = block.changed(old)
+            if not len(changed.indices):
+                continue
+            described = Block(block.tensor, block.start, block.lanes, len(changed.indices))
+            other = self._dense_frame(changed, block.lanes, kind)
+            if other is not None:
+                frames.append((other[0], (described,), other[1]))
+            else:
+                sparse.append(described)
+                groups.add(old, changed)
+        if sparse:
+            frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(kind), self._kernels)))
+        return frames
+
+    def _dense_frame(self, changed: _Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
+        """The frame of a block that is cheaper with a step for every lane; None if it is not."""
+        if lanes < _DENSE_LANES or len(changed.indices) * _DENSE_SHARE <= lanes:
+            return None
+        steps = np.zeros(lanes, dtype=kind.signed)
+        steps[changed.indices] = changed.steps
+        alone = _ByBlock()
+        alone.add(None, changed)
+        sparse_nbytes = len(pack_groups(alone.grouped(kind), self._kernels))
+        planes = pack_planes(steps)
+        if min(len(planes), steps.nbytes) >= sparse_nbytes:
+            return None
+        return ("dense", planes) if len(planes) < steps.nbytes else ("raw", pack_raw(steps))
+
+
+def _cut(tensor: TensorDelta, start: int, stop: int) -> _Changed:
+    if tensor.indices is None:
+        steps = tensor.steps[start:stop]
+        found = np.flatnonzero(steps)
+        return _Changed(found.astype(np.uint32), steps[found])
+    first, last = np.searchsorted(tensor.indices, [start, stop])
+    inside = tensor.indices[first:last] - tensor.indices.dtype.type(start)
+    return _Changed(inside.astype(np.uint32), tensor.steps[first:last])
+
+
+class _ByBlock:
+    """Packing `gaps`: the groups are the blocks."""
+
+    def __init__(self) -> None:
+        self._gaps: list[NDArray[np.uint32]] = []
+        self._steps: list[Steps] = []
+
+    def add(self, old: Lanes | None, changed: _Changed) -> None:  # noqa: ARG002 - the other packing looks at it
+        self._gaps.append(np.diff(changed.indices, prepend=np.uint32(0xFFFF_FFFF)) - np.uint32(1))
+        self._steps.append(changed.steps)
+
+    def grouped(self, kind: LaneKind) -> Groups:  # noqa: ARG002
+        counts = np.array([len(gaps) for gaps in self._gaps], dtype=np.int64)
+        return Groups(counts, np.concatenate(self._gaps), np.concatenate(self._steps))
+
+
+class _ByClass:
+    """Packing `classes`: the groups are the classes of the old lanes, counted through all blocks of the chunk."""
+
+    def __init__(self, kind: LaneKind, kernels: Kernels) -> None:
+        self._kernels, self._kind = kernels, kind
+        self._since = np.zeros(kind.classes, dtype=np.uint32)
+        self._gaps: list[NDArray[np.uint32]] = []
+        self._classes: list[NDArray[np.uint8]] = []
+        self._steps: list[Steps] = []
+
+    def add(self, old: Lanes | None, changed: _Changed) -> None:
+        if old is None:
+            raise InvalidInput("packing 'classes' needs the lanes of the base.")
+        gaps, classes = self._kernels.class_gaps(old, changed.indices, self._kind, self._since)
+        self._gaps.append(gaps)
+        self._classes.append(classes)
+        self._steps.append(changed.steps)
+
+    def grouped(self, kind: LaneKind) -> Groups:
+        classes = np.concatenate(self._classes)
+        order = np.argsort(classes, kind="stable")
+        counts = np.bincount(classes, minlength=kind.classes)
+        return Groups(counts, np.concatenate(self._gaps)[order], np.concatenate(self._steps)[order])

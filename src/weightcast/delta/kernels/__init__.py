@@ -1,0 +1,102 @@
+"""The loops that touch every lane or every change: compiled by Numba where it is installed, else NumPy; the same bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from functools import cache
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.delta.lanes import LaneKind, Lanes, Steps
+from weightcast.errors import MissingExtra
+
+log = logging.getLogger(__name__)
+
+Indices = NDArray[Any]
+Numbers = NDArray[np.uint32]
+Bits = NDArray[np.uint8]
+Backend = Literal["compiled", "numpy"]
+
+ENDLESS = 0xFFFF_FFFF  # a gap that no chunk is long enough for
+
+
+class Kernels(Protocol):
+    """What the codec needs done fast. Arguments were checked before: a kernel trusts lengths, not contents."""
+
+    def find(self, old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
+        """The indices of lanes that differ, and by how much their mapped integers do."""
+
+    def class_gaps(
+        self, old: Lanes, indices: Indices, kind: LaneKind, since: NDArray[np.uint32]
+    ) -> tuple[Numbers, NDArray[np.uint8]]:
+        """For each change, how many unchanged lanes of its class lie between it and the class's change before; its class.
+
+        `since` counts, per class, unchanged lanes since the last change; it is carried from block to block.
+        """
+
+    def find_by_class(
+        self, old: Lanes, kind: LaneKind, gaps: NDArray[np.uint32], walk: ClassWalk, changes: int
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The opposite of `class_gaps` for one block: the indices of its changes, and where each stands in class order.
+
+        Raises `ValueError` if the block does not hold exactly `changes` of them.
+        """
+
+    def put_numbers(self, values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+        """Numbers as symbols and packed low bits; `shifts` has one entry per number. docs/delta-format.md has the code."""
+
+    def take_numbers(self, symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
+        """The opposite of `put_numbers`. The caller has checked that the symbols ask for exactly the bits there are."""
+
+    def merge(self, a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, Steps]:
+        """Both changes together: sorted union of the indices, steps added, those that cancel left out."""
+
+    def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> Lanes:
+        """The new values of the lanes at `indices` after these steps. `lanes` is not changed."""
+
+    def scatter(self, lanes: Lanes, indices: Indices, values: Lanes) -> None:
+        """Write values at indices. The caller has checked that the indices lie inside."""
+
+
+class ClassWalk:
+    """Where `find_by_class` stands in the gap list of each class; carried from block to block of a chunk.
+
+    `gaps` handed to the kernel hold, for each class in turn, its gaps and then one `ENDLESS`.
+    """
+
+    def __init__(self, starts: NDArray[np.int64], gaps: NDArray[np.uint32]) -> None:
+        self.cursor = starts.copy()  # which gap of `gaps` each class counts down
+        self.left = gaps[starts].copy()  # unchanged lanes of each class before its next change
+
+
+def installed() -> Backend:
+    """The backend that is used where none is asked for."""
+    return "compiled" if importlib.util.find_spec("numba") else "numpy"
+
+
+@cache
+def kernels(backend: Backend | None = None) -> Kernels:
+    """The kernels of a backend. The first call in a process loads the compiled ones from their cache on disk."""
+    chosen = backend or installed()
+    if chosen == "numpy":
+        from weightcast.delta.kernels import plain  # noqa: PLC0415 - one of two is needed
+
+        return cast("Kernels", plain)
+    if not importlib.util.find_spec("numba"):
+        raise MissingExtra("numba", "fast", "the compiled delta codec")
+    started = time.monotonic()
+    from weightcast.delta.kernels import compiled  # noqa: PLC0415 - numba is an extra, and slow to import
+
+    log.info("delta kernels backend=compiled seconds=%.3f", time.monotonic() - started)
+    return cast("Kernels", compiled)
+
+
+def warm_up() -> Backend:
+    """Compile the kernels, or load them from their cache on disk, so that no update has to. Says which backend is used."""
+    chosen = installed()
+    kernels(chosen)
+    return chosen

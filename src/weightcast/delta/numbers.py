@@ -1,0 +1,39 @@
+"""The code for gaps and large steps: a byte that says how large a number is, and as many low bits as that leaves open.
+
+A number below 16 is its own symbol. Above, a symbol names one of eight equal parts of an octave, and the low bits follow in
+a packed stream. Symbols are few and skewed, so zstd's entropy coder does the rest; low bits are as good as random.
+docs/delta-format.md has the rule in full.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT = 16  # symbols below this stand for themselves
+SYMBOLS = EXACT + 8 * 28  # enough for 32-bit numbers
+
+_OCTAVE = np.arange(SYMBOLS - EXACT) // 8
+WIDTHS: NDArray[np.uint8] = np.concatenate([np.zeros(EXACT), _OCTAVE + 1]).astype(np.uint8)
+"""How many low bits follow a symbol."""
+FLOORS: NDArray[np.uint32] = np.concatenate(
+    [np.arange(EXACT), (8 + np.arange(SYMBOLS - EXACT) % 8) << (_OCTAVE + 1)]
+).astype(np.uint32)
+"""The smallest number with a symbol."""
+
+
+def shift_for(total: int, count: int) -> int:
+    """How many low bits to set aside in a group of `count` numbers, so that what remains is about 8 to 16 on average."""
+    return max(0, (total // count + 1).bit_length() - 4)
+
+
+def bit_count(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8]) -> int:
+    """How many packed bits these symbols ask for. Raises `ValueError` for a byte that is no symbol or a number too wide."""
+    if not len(symbols):
+        return 0
+    if int(symbols.max()) >= SYMBOLS:
+        raise ValueError(f"{int(symbols.max())} is not a symbol")
+    widths = WIDTHS[symbols] + shifts
+    if int((FLOORS[symbols].astype(np.uint64) << shifts).max()) >> 32:
+        raise ValueError("a number has more than 32 bits")
+    return int(widths.sum(dtype=np.int64))

@@ -1,0 +1,48 @@
+"""The frames of dense and raw chunks: a step for every lane of one block."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from weightcast.delta.lanes import SIGNED, UNSIGNED, Steps
+from weightcast.delta.zstd import compress, decompress
+from weightcast.errors import DeltaCorrupt
+
+
+def pack_planes(steps: Steps) -> bytes:
+    """Zigzag steps, split into their lowest bytes, second bytes and so on, each plane compressed."""
+    width = steps.itemsize
+    zigzag = ((steps << 1) ^ (steps >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
+    planes = [compress(np.ascontiguousarray(zigzag[:, place]).data) for place in range(width)]
+    return b"".join([struct.pack(f"<{width}I", *map(len, planes)), *planes])
+
+
+def unpack_planes(frame: memoryview, *, lanes: int, width: int) -> Steps:
+    """The opposite of `pack_planes`."""
+    head = struct.Struct(f"<{width}I")
+    if len(frame) < head.size or head.size + sum(head.unpack_from(frame)) != len(frame):
+        raise DeltaCorrupt(f"the planes of a dense chunk do not fill its {len(frame)} bytes")
+    zigzag = np.empty((lanes, width), dtype=np.uint8)
+    start = head.size
+    for place, size in enumerate(head.unpack_from(frame)):
+        plane = decompress(frame[start : start + size], lanes, f"plane {place} of a dense chunk")
+        zigzag[:, place] = np.frombuffer(plane, dtype=np.uint8)
+        start += size
+    values = zigzag.reshape(-1).view(UNSIGNED[width])
+    one = values.dtype.type(1)
+    steps: Steps = (values >> one).view(SIGNED[width]) ^ -(values & one).view(SIGNED[width])
+    return steps
+
+
+def pack_raw(steps: Steps) -> bytes:
+    """The steps as they are."""
+    return steps.tobytes()
+
+
+def unpack_raw(frame: memoryview, *, lanes: int, width: int) -> Steps:
+    """The opposite of `pack_raw`; a view of the frame."""
+    if len(frame) != lanes * width:
+        raise DeltaCorrupt(f"a raw chunk of {lanes} lanes has {len(frame)} bytes, not {lanes * width}")
+    return np.frombuffer(frame, dtype=SIGNED[width])

@@ -1,0 +1,78 @@
+"""States as the codec reads them: named tensors that give out ranges of lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from weightcast.delta.kernels import kernels
+from weightcast.delta.lanes import Lanes, kind_of, lane_range
+from weightcast.delta.sparse import Delta, every_step
+from weightcast.tensors.bridges import host_array, spec_of
+from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
+
+
+class State(Protocol):
+    """A whole state. `lanes` may be called from several threads at once; what it returns is not to be written to."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor."""
+
+    def lanes(self, name: str, start: int, stop: int) -> Lanes:
+        """A range of a tensor's lanes in C order: a view or a copy."""
+
+
+class ArrayState:
+    """Tensors of any framework in host memory. Nothing is copied, except ranges of tensors that are not contiguous."""
+
+    def __init__(self, tensors: Mapping[str, object]) -> None:
+        self._arrays: dict[str, Array] = {name: host_array(name, tensor) for name, tensor in tensors.items()}
+        self._specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor."""
+        return self._specs
+
+    def array(self, name: str) -> Array:
+        """A tensor's memory."""
+        return self._arrays[name]
+
+    def lanes(self, name: str, start: int, stop: int) -> Lanes:
+        """A view where memory is contiguous."""
+        return lane_range(self._arrays[name], self._specs[name].dtype, start, stop)
+
+
+class MovedState:
+    """A state as it will be once a delta is applied to it. Ranges that the delta touches are copied."""
+
+    def __init__(self, state: State, delta: Delta) -> None:
+        self._state, self._delta = state, delta
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor."""
+        return self._state.specs
+
+    def lanes(self, name: str, start: int, stop: int) -> Lanes:
+        """A range with the delta applied."""
+        lanes = self._state.lanes(name, start, stop)
+        tensor = self._delta.tensors.get(name)
+        if tensor is None:
+            return lanes
+        kind = kind_of(tensor.spec.dtype)
+        if tensor.indices is None:
+            every = np.arange(stop - start, dtype=np.uint32)
+            return kernels().moved(lanes, every, every_step(tensor)[start:stop], kind)
+        first, last = np.searchsorted(tensor.indices, [start, stop])
+        if first == last:
+            return lanes
+        inside = (tensor.indices[first:last] - tensor.indices.dtype.type(start)).astype(np.uint32)
+        values = kernels().moved(lanes, inside, tensor.steps[first:last], kind)
+        moved = lanes.copy()
+        kernels().scatter(moved, inside, values)
+        return moved
