@@ -351,9 +351,13 @@ class UpdateFailed(WeightcastError):
 
 
 class CommitFailed(WeightcastError):
-    """Writing into the live model failed. The message says what the model holds now."""
+    """Writing into the live model failed. The message says what the model holds now.
+
+    `edit` is set by `delta.apply` if even undoing failed: its `undo` and `finish` may be tried again.
+    """
 
     code = "commit_failed"
+    edit: object | None = None
 
 
 class ClearIncomplete(WeightcastError):

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 from weightcast.delta.container import read_table
 from weightcast.delta.decoder import decode
-from weightcast.delta.edit import Edit, prepare
-from weightcast.delta.encoder import state_root
+from weightcast.delta.edit import Edit, Memories, prepare
 from weightcast.delta.memory import memory_of
 from weightcast.delta.sparse import Delta, check_specs
-from weightcast.delta.states import ArrayState
-from weightcast.errors import BaseVersionMismatch, DeltaCorrupt
+from weightcast.delta.states import ArrayState, state_root
+from weightcast.errors import BaseVersionMismatch, CommitFailed, DeltaCorrupt
 from weightcast.tensors.digest import algorithm_of
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
@@ -36,10 +35,23 @@ def apply(
     try:
         edit.finish(memories)
         _check_result(sparse.new_root, ArrayState(target))
-    except BaseException:
-        edit.undo(memories)
+    except BaseException as error:
+        _take_back(edit, memories, error)
         raise
     return edit
+
+
+def _take_back(edit: Edit, memories: Memories, error: BaseException) -> None:
+    try:
+        edit.undo(memories)
+    except BaseException as second:  # noqa: BLE001 - whatever it was, the tensors are torn now, and that is raised
+        torn = CommitFailed(
+            f"applying the delta failed ({type(error).__name__}: {error}) and could not be undone "
+            f"({type(second).__name__}: {second}). The tensors are partly old and partly new; undo or finish the `edit` "
+            "of this error, as often as it takes."
+        )
+        torn.edit = edit
+        raise torn from error
 
 
 def _promised(data: Buffer) -> tuple[Mapping[str, TensorSpec], str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.delta.zstd import compress, decompress
-from weightcast.errors import DeltaCorrupt, UnsupportedFormat, UnsupportedTensor
-from weightcast.tensors.digest import bytes_digest
+from weightcast.errors import DeltaCorrupt, InvalidInput, UnsupportedFormat
+from weightcast.tensors.digest import algorithm_of, bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
@@ -32,6 +31,7 @@ MAGIC = b"wcdelta\n"
 FORMAT = 1
 MAX_CHUNK_LANES = 1 << 24
 MAX_TABLE_NBYTES = 1 << 30
+MAX_TEXT_NBYTES = 0xFFFF
 
 _HEAD = struct.Struct("<8sHBB4x")  # magic, format, packing, 0
 _TAIL = struct.Struct("<QII16s8s")  # table offset, table bytes, table bytes when decoded, digest, magic
@@ -89,6 +89,7 @@ class ContainerWriter:
 
     def finish(self, specs: Mapping[str, TensorSpec], *, base_root: str, new_root: str) -> Table:
         """Write the table and the tail."""
+        _check_roots(base_root, new_root)
         table = Table(self.packing, base_root, new_root, specs, tuple(self.chunks))
         raw = _table_bytes(table)
         packed = compress(raw)
@@ -123,7 +124,7 @@ def read_table(data: memoryview) -> Table:
     raw = decompress(packed, raw_nbytes, "the table")
     try:
         table = _parse_table(_Reader(raw), PACKINGS[packing])
-    except (struct.error, UnicodeDecodeError, ValueError, UnsupportedTensor, IndexError) as error:
+    except (struct.error, UnicodeDecodeError, ValueError, InvalidInput, IndexError) as error:
         raise DeltaCorrupt(f"its table cannot be read: {error}") from error
     _check_places(table, end=offset)
     return table
@@ -139,6 +140,12 @@ def frame_of(data: memoryview, chunk: Chunk) -> memoryview:
 
 def _digest(data: Buffer) -> bytes:
     return bytes.fromhex(bytes_digest(data, "xxh3-128").partition(":")[2])
+
+
+def _check_roots(*roots: str) -> None:
+    """Raise `InvalidInput` for a root that is neither empty nor a digest."""
+    for root in filter(None, roots):
+        algorithm_of(root)
 
 
 def _seal(head: bytes, packed: bytes, offset: int, raw_nbytes: int) -> bytes:
@@ -169,6 +176,8 @@ def _table_bytes(table: Table) -> bytes:
 
 def _text(text: str) -> bytes:
     data = text.encode()
+    if len(data) > MAX_TEXT_NBYTES:
+        raise InvalidInput(f"a name of {len(data)} bytes is too long for a delta: {text[:40]!r}…")
     return struct.pack("<H", len(data)) + data
 
 
@@ -203,6 +212,7 @@ class _Reader:
 
 def _parse_table(reader: _Reader, packing: Packing) -> Table:
     base_root, new_root = reader.text(), reader.text()
+    _check_roots(base_root, new_root)
     specs: dict[str, TensorSpec] = {}
     for _ in range(reader.number("<I")):
         spec = TensorSpec(
@@ -211,13 +221,14 @@ def _parse_table(reader: _Reader, packing: Packing) -> Table:
             shape=tuple(reader.number("<Q") for _ in range(reader.number("<B"))),
         )
         if spec.name in specs or spec.nbytes >> 62:
-            raise ValueError(f"tensor {spec.name!r} is listed twice or has {spec.nbytes} bytes")
+            raise ValueError(f"tensor {spec.name!r} is listed twice, or larger than any memory")
         specs[spec.name] = spec
     count = reader.number("<I")
     sizes, forms, nbytes = reader.column("<u4", count), reader.column("u1", count), reader.column("<u8", count)
     total = int(sizes.sum())
     tensors, starts = reader.column("<u4", total), reader.column("<u8", total)
     lanes, changes = reader.column("<u4", total), reader.column("<u4", total)
+    _check_blocks(list(specs.values()), sizes, tensors, starts, lanes, changes)
     names = list(specs)
     blocks = [
         Block(names[tensor], start, size, changed)
@@ -234,8 +245,35 @@ def _parse_table(reader: _Reader, packing: Packing) -> Table:
     return Table(packing, base_root, new_root, specs, tuple(chunks))
 
 
+def _check_blocks(
+    specs: list[TensorSpec],
+    sizes: NDArray[np.int64],
+    tensors: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lanes: NDArray[np.int64],
+    changes: NDArray[np.int64],
+) -> None:
+    """Raise `ValueError` unless blocks lie inside of their tensors and apart. Before there is an object for each of them."""
+    if not sizes.all():
+        raise ValueError("a chunk has no blocks")
+    if not len(tensors):
+        return
+    if int(tensors.max()) >= len(specs):
+        raise ValueError(f"a block belongs to tensor {int(tensors.max())} of {len(specs)}")
+    ends = starts + lanes
+    room = np.array([lane_count(spec) for spec in specs], dtype=np.int64)
+    impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[tensors]))
+    if len(impossible):
+        raise ValueError(f"a block of {specs[tensors[impossible[0]]].name!r} is impossible")
+    order = np.lexsort((starts, tensors))
+    tensors, starts, ends = tensors[order], starts[order], ends[order]
+    overlapping = np.flatnonzero((tensors[1:] == tensors[:-1]) & (starts[1:] < ends[:-1]))
+    if len(overlapping):
+        raise ValueError(f"blocks of {specs[tensors[overlapping[0]]].name!r} overlap")
+
+
 def _check_places(table: Table, *, end: int) -> None:
-    """Frames fill the space before the table; blocks lie in their tensors, apart from each other, all of a kind."""
+    """Frames fill the space before the table; chunks are not too large, and their blocks are of a kind."""
     problems = list(_place_problems(table, end))
     if problems:
         raise DeltaCorrupt("; ".join(problems[:8]))
@@ -245,19 +283,10 @@ def _place_problems(table: Table, end: int) -> Iterator[str]:
     last = table.chunks[-1].offset + table.chunks[-1].nbytes if table.chunks else _HEAD.size
     if last != end:
         yield f"its frames end at byte {last}, its table begins at {end}"
-    seen: dict[str, list[tuple[int, int]]] = {}
     for number, chunk in enumerate(table.chunks):
-        if not chunk.blocks or (chunk.form != "sparse" and len(chunk.blocks) != 1):
+        if chunk.form != "sparse" and len(chunk.blocks) != 1:
             yield f"chunk {number} ({chunk.form}) has {len(chunk.blocks)} blocks"
         if sum(block.lanes for block in chunk.blocks) > MAX_CHUNK_LANES:
             yield f"chunk {number} has more than {MAX_CHUNK_LANES} lanes"
         if len({kind_of(table.specs[block.tensor].dtype) for block in chunk.blocks}) > 1:
             yield f"chunk {number} mixes kinds of lanes"
-        for block in chunk.blocks:
-            if not 0 < block.changes <= block.lanes or block.start + block.lanes > lane_count(table.specs[block.tensor]):
-                yield f"chunk {number} has an impossible block of {block.tensor!r}"
-            seen.setdefault(block.tensor, []).append((block.start, block.start + block.lanes))
-    for name, ranges in seen.items():
-        ranges.sort()
-        if any(before[1] > after[0] for before, after in pairwise(ranges)):
-            yield f"blocks of {name!r} overlap"

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.delta.container import Chunk, Table, frame_of, read_table
-from weightcast.delta.encoder import as_state, default_threads
+from weightcast.delta.encoder import default_threads
 from weightcast.delta.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
 from weightcast.delta.lanes import Steps, index_dtype, kind_of, lane_count
 from weightcast.delta.planes import unpack_planes, unpack_raw
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs, fold, normal_form
-from weightcast.delta.states import MovedState, State
+from weightcast.delta.states import MovedState, State, as_state
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer

@@ -16,9 +16,9 @@ import numpy as np
 
 from weightcast.delta.kernels import Indices
 from weightcast.delta.lanes import Lanes, index_dtype, kind_of, lane_count, mapped, unmapped
-from weightcast.delta.memory import LaneMemory
-from weightcast.delta.sparse import Delta, check_specs
-from weightcast.errors import DeltaCorrupt
+from weightcast.delta.memory import LaneMemory, check_indices
+from weightcast.delta.sparse import Delta, TensorDelta, check_specs
+from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.digest import bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
@@ -64,13 +64,20 @@ class Edit:
 
     def finish(self, memories: Memories) -> None:
         """Write every new value."""
+        self._check(memories)
         for edit in self.tensors:
             memories[edit.spec.name].write(edit.indices, edit.after)
 
     def undo(self, memories: Memories) -> None:
         """Write every old value."""
+        self._check(memories)
         for edit in self.tensors:
             memories[edit.spec.name].write(edit.indices, edit.before)
+
+    def _check(self, memories: Memories) -> None:
+        """Refuse other tensors than those it was made for: a journal may be read where another model is held."""
+        wanted = {edit.spec.name: edit.spec for edit in self.tensors}
+        check_specs(wanted, {name: memories[name].spec for name in wanted.keys() & memories.keys()})
 
     def to_journal(self) -> bytes:
         """The edit as bytes, for a medium that outlives this process."""
@@ -101,7 +108,12 @@ class Edit:
         except msgspec.DecodeError as error:
             raise DeltaCorrupt(f"its journal cannot be read: {error}") from error
         arrays = _Arrays(body[table_nbytes:])
-        return cls(tuple(_edit_from(entry, arrays) for entry in entries))
+        try:
+            edit = cls(tuple(_edit_from(entry, arrays) for entry in entries))
+        except InvalidInput as error:
+            raise DeltaCorrupt(f"its journal cannot be used: {error}") from error
+        arrays.check_end()
+        return edit
 
 
 class _Arrays:
@@ -115,11 +127,19 @@ class _Arrays:
         taken, self._data = self._data[:nbytes], self._data[nbytes:]
         return np.frombuffer(taken, dtype=dtype)
 
+    def check_end(self) -> None:
+        if len(self._data):
+            raise DeltaCorrupt(f"its journal has {len(self._data)} bytes left over")
+
 
 def _edit_from(entry: _Entry, arrays: _Arrays) -> TensorEdit:
     spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape)
-    unsigned = kind_of(spec.dtype).unsigned
-    indices = None if entry.whole else arrays.take(index_dtype(lane_count(spec)), entry.changes)
+    unsigned, lanes = kind_of(spec.dtype).unsigned, lane_count(spec)
+    if not 0 <= entry.changes <= lanes or (entry.whole and entry.changes != lanes):
+        raise DeltaCorrupt(f"its journal has {entry.changes} values for the {lanes} lanes of {spec.name!r}")
+    indices = None if entry.whole else arrays.take(index_dtype(lanes), entry.changes)
+    if indices is not None:
+        check_indices(spec, indices)
     return TensorEdit(spec, indices, arrays.take(unsigned, entry.changes), arrays.take(unsigned, entry.changes))
 
 
@@ -130,9 +150,13 @@ def _digest(data: Buffer) -> bytes:
 def prepare(memories: Memories, delta: Delta) -> Edit:
     """Work a delta out against the memory that holds its base. Reads only."""
     check_specs(delta.specs, {name: memory.spec for name, memory in memories.items()})
-    edits = []
-    for name, tensor in delta.tensors.items():
-        kind = kind_of(tensor.spec.dtype)
-        before = memories[name].read(tensor.indices)
-        edits.append(TensorEdit(tensor.spec, tensor.indices, before, unmapped(mapped(before, kind) + tensor.steps, kind)))
-    return Edit(tuple(edits))
+    return Edit(tuple(edit_tensor(memories[name], tensor) for name, tensor in delta.tensors.items()))
+
+
+def edit_tensor(memory: LaneMemory, tensor: TensorDelta) -> TensorEdit:
+    """The same for one tensor."""
+    kind = kind_of(tensor.spec.dtype)
+    if tensor.indices is not None:
+        check_indices(tensor.spec, tensor.indices)
+    before = memory.read(tensor.indices)
+    return TensorEdit(tensor.spec, tensor.indices, before, unmapped(mapped(before, kind) + tensor.steps, kind))

@@ -7,25 +7,23 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightcast.delta.container import Block, ContainerWriter, Form, Packing, Table
-from weightcast.delta.kernels import Backend, Kernels, kernels
-from weightcast.delta.lanes import LaneKind, Lanes, Steps, kind_of, lane_count
+from weightcast.delta.grouping import ByBlock, ByClass, Changed, Grouping, changed_in
+from weightcast.delta.kernels import Backend, kernels
+from weightcast.delta.lanes import LaneKind, Lanes, kind_of, lane_count
 from weightcast.delta.planes import pack_planes, pack_raw
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
-from weightcast.delta.states import ArrayState, State
-from weightcast.delta.streams import Groups, pack_groups
+from weightcast.delta.states import CHUNK_LANES, State, as_state, block_ranges, state_root
+from weightcast.delta.streams import pack_groups
 from weightcast.errors import InvalidInput
-from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher, root_digest
 from weightcast.tensors.spec import TensorSpec
 
-CHUNK_LANES = 1 << 23
-_DENSE_SHARE = 16  # below every sixteenth lane changed, sparse is always cheapest
+_DENSE_SHARE = 3  # below every third lane changed, sparse was cheapest in all that was measured
 _DENSE_LANES = 4096  # smaller blocks stay in their chunk: a frame of their own costs more than it saves
 
 LaneReader = Callable[[int, int], Lanes]
@@ -85,22 +83,6 @@ def pack(
     return b"".join(pieces)
 
 
-def as_state(state: Mapping[str, object] | State) -> State:
-    """Mappings of tensors as states; states as they are."""
-    return ArrayState(state) if isinstance(state, Mapping) else state
-
-
-def state_root(state: State, algorithm: Algorithm = DEFAULT) -> str:
-    """The root digest of a state."""
-    digests = []
-    for name, spec in state.specs.items():
-        hasher = Hasher(algorithm)
-        for start, stop in _blocks(lane_count(spec)):
-            hasher.update(state.lanes(name, start, stop).data)
-        digests.append((spec, hasher.digest()))
-    return root_digest(digests, algorithm)
-
-
 def default_threads() -> int:
     """As many as this process may use, but no more than memory bandwidth feeds."""
     return min(4, len(os.sched_getaffinity(0)))
@@ -110,17 +92,6 @@ def _reader(state: State, name: str) -> LaneReader:
     return lambda start, stop: state.lanes(name, start, stop)
 
 
-def _blocks(lanes: int) -> list[tuple[int, int]]:
-    return [(start, min(start + CHUNK_LANES, lanes)) for start in range(0, lanes, CHUNK_LANES)]
-
-
-class _Changed(NamedTuple):
-    """The changes of a block, from wherever they are known."""
-
-    indices: NDArray[np.uint32]
-    steps: Steps
-
-
 @dataclass(frozen=True)
 class _Pending:
     """A block that waits in its chunk: `changed` and `old` are called by the thread that encodes the chunk."""
@@ -128,7 +99,7 @@ class _Pending:
     tensor: str
     start: int
     lanes: int
-    changed: Callable[[Lanes | None], _Changed]
+    changed: Callable[[Grouping, Lanes | None], Changed]
     old: Callable[[], Lanes] | None
 
 
@@ -170,34 +141,25 @@ class Encoder:
     def add(self, spec: TensorSpec, old: LaneReader, new: LaneReader, *, borrowed: bool = False) -> None:
         """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over."""
         kind = self._take(spec)
-        for start, stop in _blocks(lane_count(spec)):
+        for start, stop in block_ranges(lane_count(spec)):
             lanes = new(start, stop).copy() if borrowed else None
-
-            def changed(base: Lanes | None, start: int = start, stop: int = stop, lanes: Lanes | None = lanes) -> _Changed:
-                before = old(start, stop) if base is None else base
-                return _Changed(*self._kernels.find(before, new(start, stop) if lanes is None else lanes, kind))
-
-            def before(start: int = start, stop: int = stop) -> Lanes:
-                return old(start, stop)
-
-            self._put(kind, _Pending(spec.name, start, stop - start, changed, before))
+            scan = partial(_scanned, lanes, partial(new, start, stop))
+            self._put(kind, _Pending(spec.name, start, stop - start, scan, partial(old, start, stop)))
 
     def add_known(self, tensor: TensorDelta, old: LaneReader | None) -> None:
         """Pack changes that are known already. `classes` needs the base's lanes."""
         kind = self._take(tensor.spec)
-        for start, stop in _blocks(lane_count(tensor.spec)):
-
-            def changed(_: Lanes | None, start: int = start, stop: int = stop) -> _Changed:
-                return _cut(tensor, start, stop)
-
-            def before(start: int = start, stop: int = stop) -> Lanes:
-                return old(start, stop) if old is not None else np.zeros(0, dtype=kind.unsigned)
-
-            self._put(kind, _Pending(tensor.spec.name, start, stop - start, changed, before if old else None))
+        for start, stop in block_ranges(lane_count(tensor.spec)):
+            known = partial(_known, tensor, start, stop)
+            before = partial(old, start, stop) if old is not None else None
+            self._put(kind, _Pending(tensor.spec.name, start, stop - start, known, before))
 
     def add_unchanged(self, spec: TensorSpec) -> None:
         """A tensor that is as in the base."""
-        self._take(spec)
+        kind = self._take(spec)
+        nothing = Changed(np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=kind.signed))
+        for start, stop in block_ranges(lane_count(spec)):  # they take room in a chunk as they do in `add`: equal bytes
+            self._put(kind, _Pending(spec.name, start, stop - start, lambda *_: nothing, None))
 
     def finish(self, *, base_root: str, new_root: str) -> Table:
         """Write what is open, and the table. The delta is complete with it."""
@@ -247,10 +209,10 @@ class Encoder:
         """The frames of a chunk: one for all blocks that stay sparse, one for each that does not."""
         frames: list[tuple[Form, tuple[Block, ...], bytes]] = []
         sparse: list[Block] = []
-        groups = _ByClass(kind, self._kernels) if self._packing == "classes" else _ByBlock()
+        groups: Grouping = (ByClass if self._packing == "classes" else ByBlock)(kind, self._kernels)
         for block in pending:
             old = block.old() if block.old is not None else None
-            changed = block.changed(old)
+            changed = block.changed(groups, old)
             if not len(changed.indices):
                 continue
             described = Block(block.tensor, block.start, block.lanes, len(changed.indices))
@@ -261,70 +223,29 @@ class Encoder:
                 sparse.append(described)
                 groups.add(old, changed)
         if sparse:
-            frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(kind), self._kernels)))
+            frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
         return frames
 
-    def _dense_frame(self, changed: _Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
+    def _dense_frame(self, changed: Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
         """The frame of a block that is cheaper with a step for every lane; None if it is not."""
         if lanes < _DENSE_LANES or len(changed.indices) * _DENSE_SHARE <= lanes:
             return None
         steps = np.zeros(lanes, dtype=kind.signed)
         steps[changed.indices] = changed.steps
-        alone = _ByBlock()
+        alone = ByBlock(kind, self._kernels)
         alone.add(None, changed)
-        sparse_nbytes = len(pack_groups(alone.grouped(kind), self._kernels))
+        sparse_nbytes = len(pack_groups(alone.grouped(), self._kernels))
         planes = pack_planes(steps)
         if min(len(planes), steps.nbytes) >= sparse_nbytes:
             return None
         return ("dense", planes) if len(planes) < steps.nbytes else ("raw", pack_raw(steps))
 
 
-def _cut(tensor: TensorDelta, start: int, stop: int) -> _Changed:
-    if tensor.indices is None:
-        steps = tensor.steps[start:stop]
-        found = np.flatnonzero(steps)
-        return _Changed(found.astype(np.uint32), steps[found])
-    first, last = np.searchsorted(tensor.indices, [start, stop])
-    inside = tensor.indices[first:last] - tensor.indices.dtype.type(start)
-    return _Changed(inside.astype(np.uint32), tensor.steps[first:last])
+def _scanned(lanes: Lanes | None, new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:
+    if old is None:
+        raise InvalidInput("there is no base to compare with.")
+    return groups.scan(old, new() if lanes is None else lanes)
 
 
-class _ByBlock:
-    """Packing `gaps`: the groups are the blocks."""
-
-    def __init__(self) -> None:
-        self._gaps: list[NDArray[np.uint32]] = []
-        self._steps: list[Steps] = []
-
-    def add(self, old: Lanes | None, changed: _Changed) -> None:  # noqa: ARG002 - the other packing looks at it
-        self._gaps.append(np.diff(changed.indices, prepend=np.uint32(0xFFFF_FFFF)) - np.uint32(1))
-        self._steps.append(changed.steps)
-
-    def grouped(self, kind: LaneKind) -> Groups:  # noqa: ARG002
-        counts = np.array([len(gaps) for gaps in self._gaps], dtype=np.int64)
-        return Groups(counts, np.concatenate(self._gaps), np.concatenate(self._steps))
-
-
-class _ByClass:
-    """Packing `classes`: the groups are the classes of the old lanes, counted through all blocks of the chunk."""
-
-    def __init__(self, kind: LaneKind, kernels: Kernels) -> None:
-        self._kernels, self._kind = kernels, kind
-        self._since = np.zeros(kind.classes, dtype=np.uint32)
-        self._gaps: list[NDArray[np.uint32]] = []
-        self._classes: list[NDArray[np.uint8]] = []
-        self._steps: list[Steps] = []
-
-    def add(self, old: Lanes | None, changed: _Changed) -> None:
-        if old is None:
-            raise InvalidInput("packing 'classes' needs the lanes of the base.")
-        gaps, classes = self._kernels.class_gaps(old, changed.indices, self._kind, self._since)
-        self._gaps.append(gaps)
-        self._classes.append(classes)
-        self._steps.append(changed.steps)
-
-    def grouped(self, kind: LaneKind) -> Groups:
-        classes = np.concatenate(self._classes)
-        order = np.argsort(classes, kind="stable")
-        counts = np.bincount(classes, minlength=kind.classes)
-        return Groups(counts, np.concatenate(self._gaps)[order], np.concatenate(self._steps)[order])
+def _known(tensor: TensorDelta, start: int, stop: int, groups: Grouping, old: Lanes | None) -> Changed:  # noqa: ARG001
+    return changed_in(tensor, start, stop)

@@ -44,7 +44,7 @@ class HostMemory:
         if self._flat is not None:
             return self._flat.copy() if indices is None else self._flat[indices]
         strided = cast("Array", self._strided)
-        return strided.reshape(-1) if indices is None else strided[np.unravel_index(indices, strided.shape)]
+        return strided.flatten() if indices is None else strided[np.unravel_index(indices, strided.shape)]
 
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""
@@ -65,10 +65,14 @@ def memory_of(name: str, tensor: object) -> LaneMemory:
     """The memory of a tensor of any framework. Device tensors are read and written where they are."""
     spec = spec_of(name, tensor)
     if framework_of(tensor) == "torch":
-        from weightcast.delta.torch_memory import TorchMemory, on_device  # noqa: PLC0415 - torch is an extra
+        from weightcast.delta.torch_memory import TorchMemory, is_lazy, on_device  # noqa: PLC0415 - torch is an extra
 
+        if is_lazy(tensor):
+            raise UnsupportedTensor(f"tensor {name!r} is a lazy conjugate or negative: its memory holds other values.")
         if on_device(tensor):
             return TorchMemory(spec, tensor)
+    if isinstance(tensor, np.generic):
+        raise UnsupportedTensor(f"tensor {name!r} is a NumPy scalar, which cannot be changed: use an array of shape ().")
     array = host_array(name, tensor)
     if framework_of(tensor) == "paddle" and not _shares_memory(tensor):
         raise UnsupportedTensor(f"Paddle tensor {name!r} lies on a device: deltas are applied to host memory there.")

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 16  # symbols below this stand for themselves
-SYMBOLS = EXACT + 8 * 28  # enough for 32-bit numbers
+MAX_WIDTH = 28  # low bits of a 32-bit number: its symbol has the upper four
+SYMBOLS = EXACT + 8 * MAX_WIDTH
 
 _OCTAVE = np.arange(SYMBOLS - EXACT) // 8
 WIDTHS: NDArray[np.uint8] = np.concatenate([np.zeros(EXACT), _OCTAVE + 1]).astype(np.uint8)
@@ -34,6 +35,6 @@ def bit_count(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8]) -> int:
     if int(symbols.max()) >= SYMBOLS:
         raise ValueError(f"{int(symbols.max())} is not a symbol")
     widths = WIDTHS[symbols] + shifts
-    if int((FLOORS[symbols].astype(np.uint64) << shifts).max()) >> 32:
+    if int(widths.max()) > MAX_WIDTH:
         raise ValueError("a number has more than 32 bits")
     return int(widths.sum(dtype=np.int64))

@@ -42,7 +42,7 @@ def pack_raw(steps: Steps) -> bytes:
 
 
 def unpack_raw(frame: memoryview, *, lanes: int, width: int) -> Steps:
-    """The opposite of `pack_raw`; a view of the frame."""
+    """The opposite of `pack_raw`; a copy, as the frame is the caller's to reuse."""
     if len(frame) != lanes * width:
         raise DeltaCorrupt(f"a raw chunk of {lanes} lanes has {len(frame)} bytes, not {lanes * width}")
-    return np.frombuffer(frame, dtype=SIGNED[width])
+    return np.frombuffer(frame, dtype=SIGNED[width]).copy()

@@ -74,6 +74,13 @@ def normal_form(spec: TensorSpec, indices: Indices | None, steps: Steps) -> Tens
     return TensorDelta(spec, None, every_step(TensorDelta(spec, indices, steps)))
 
 
+def span(indices: Indices, start: int, stop: int) -> tuple[int, int]:
+    """Where the indices from `start` to before `stop` lie in a sorted array."""
+    item = indices.dtype.type  # a bound of another type would have the whole array converted
+    first = int(indices.searchsorted(item(start)))
+    return first, len(indices) if stop > np.iinfo(item).max else int(indices.searchsorted(item(stop)))
+
+
 def every_step(tensor: TensorDelta) -> Steps:
     """A step for every lane, zeros included."""
     if tensor.indices is None:

@@ -8,11 +8,14 @@ from typing import Protocol
 import numpy as np
 
 from weightcast.delta.kernels import kernels
-from weightcast.delta.lanes import Lanes, kind_of, lane_range
-from weightcast.delta.sparse import Delta, every_step
+from weightcast.delta.lanes import Lanes, kind_of, lane_count, lane_range
+from weightcast.delta.sparse import Delta, every_step, span
 from weightcast.tensors.bridges import host_array, spec_of
+from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher, root_digest
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
+
+CHUNK_LANES = 1 << 23  # lanes that are worked on at once: enough for small chunks to cost little, few enough for memory
 
 
 class State(Protocol):
@@ -68,7 +71,7 @@ class MovedState:
         if tensor.indices is None:
             every = np.arange(stop - start, dtype=np.uint32)
             return kernels().moved(lanes, every, every_step(tensor)[start:stop], kind)
-        first, last = np.searchsorted(tensor.indices, [start, stop])
+        first, last = span(tensor.indices, start, stop)
         if first == last:
             return lanes
         inside = (tensor.indices[first:last] - tensor.indices.dtype.type(start)).astype(np.uint32)
@@ -76,3 +79,26 @@ class MovedState:
         moved = lanes.copy()
         kernels().scatter(moved, inside, values)
         return moved
+
+
+def as_state(state: Mapping[str, object] | State) -> State:
+    """Mappings of tensors as states; states as they are."""
+    return ArrayState(state) if isinstance(state, Mapping) else state
+
+
+def block_ranges(lanes: int) -> list[tuple[int, int]]:
+    """The ranges in which so many lanes are worked on."""
+    return [(start, min(start + CHUNK_LANES, lanes)) for start in range(0, lanes, CHUNK_LANES)]
+
+
+def tensor_digest(state: State, name: str, algorithm: Algorithm = DEFAULT) -> str:
+    """The digest of one tensor of a state."""
+    hasher = Hasher(algorithm)
+    for start, stop in block_ranges(lane_count(state.specs[name])):
+        hasher.update(state.lanes(name, start, stop).view(np.uint8).data)
+    return hasher.digest()
+
+
+def state_root(state: State, algorithm: Algorithm = DEFAULT) -> str:
+    """The root digest of a state."""
+    return root_digest(((spec, tensor_digest(state, name, algorithm)) for name, spec in state.specs.items()), algorithm)

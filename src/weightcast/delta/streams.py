@@ -63,7 +63,10 @@ def unpack_groups(frame: memoryview, *, groups: int, changes: int, width: int, k
     escaped = np.flatnonzero(values == _ESCAPE)
     large_symbols = np.frombuffer(decompress(streams[4], len(escaped), "large steps"), dtype=np.uint8)
     no_shifts = np.zeros(len(escaped), dtype=np.uint8)
-    values[escaped] += _take_numbers(large_symbols, no_shifts, streams[5], "large step", kernels)
+    large = _take_numbers(large_symbols, no_shifts, streams[5], "large step", kernels)
+    if len(large) and int(large.max()) > (1 << (8 * width)) - 2 - _ESCAPE:
+        raise DeltaCorrupt(f"a step of {int(large.max()) + _ESCAPE} does not fit into {8 * width} bits")
+    values[escaped] += large
     return Groups(counts, gaps, _from_zigzag(values, width))
 
 
@@ -117,10 +120,7 @@ def _from_nibbles(nibbles: NDArray[np.uint8], changes: int) -> Numbers:
 
 
 def _from_zigzag(values: Numbers, width: int) -> Steps:
-    """Steps of `width` bytes. A value that is too wide for them is refused."""
-    limit = (1 << (8 * width)) - 2
-    if len(values) and int(values.max()) > limit:
-        raise DeltaCorrupt(f"a step of {int(values.max())} does not fit into {8 * width} bits")
+    """Steps of `width` bytes, which the values are known to fit into."""
     zigzag = values + np.uint32(1)
     signed = (zigzag >> np.uint32(1)).view(np.int32) ^ -(zigzag & np.uint32(1)).view(np.int32)
     return signed.astype(SIGNED[width])

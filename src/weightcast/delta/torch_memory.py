@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
 
 from weightcast.delta.kernels import Indices
@@ -22,31 +23,42 @@ def on_device(tensor: object) -> bool:
     return cast("torch.Tensor", tensor).device.type != "cpu"
 
 
+def is_lazy(tensor: object) -> bool:
+    """Whether a torch tensor's memory holds the conjugates or negatives of its values."""
+    held = cast("torch.Tensor", tensor)
+    return held.is_conj() or held.is_neg()
+
+
 class TorchMemory:
-    """A contiguous torch tensor on any device."""
+    """A torch tensor on any device that is contiguous, or whose elements have at most 32 bits."""
 
     def __init__(self, spec: TensorSpec, tensor: object) -> None:
         held = cast("torch.Tensor", tensor).detach()
-        if not held.is_contiguous():
-            raise UnsupportedTensor(f"tensor {spec.name!r} on {held.device} is not contiguous: a delta cannot be scattered.")
         self.spec = spec
         self._kind = kind_of(spec.dtype)
-        self._lanes = held.reshape(-1).view(_CARRIER[self._kind.nbytes])
+        carrier = _CARRIER[self._kind.nbytes]
+        if held.is_contiguous():
+            self._lanes = held.reshape(-1).view(carrier)
+        elif held.element_size() == self._kind.nbytes:
+            self._lanes = held.view(carrier)
+        else:
+            raise UnsupportedTensor(f"tensor {spec.name!r} has 64-bit elements and is not contiguous.")
 
     def read(self, indices: Indices | None) -> Lanes:
         """A copy of the lanes at these indices, in host memory."""
         taken = self._lanes.clone() if indices is None else self._lanes[self._places(indices)]
-        lanes: Lanes = taken.cpu().numpy().view(self._kind.unsigned)
+        lanes: Lanes = taken.cpu().contiguous().numpy().reshape(-1).view(self._kind.unsigned)
         return lanes
 
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""
         carrier = values.view("u1" if self._kind.nbytes == 1 else f"i{self._kind.nbytes}")
-        data = torch.from_numpy(carrier).to(self._lanes.device)
+        data = torch.from_numpy(carrier if carrier.flags.writeable else carrier.copy()).to(self._lanes.device)
         if indices is None:
-            self._lanes.copy_(data)
+            self._lanes.copy_(data.reshape(self._lanes.shape))
         else:
             self._lanes[self._places(indices)] = data
 
-    def _places(self, indices: Indices) -> torch.Tensor:
-        return torch.from_numpy(indices.astype("i8")).to(self._lanes.device)
+    def _places(self, indices: Indices) -> tuple[torch.Tensor, ...]:
+        axes = np.unravel_index(indices.astype(np.int64), tuple(self._lanes.shape))
+        return tuple(torch.from_numpy(axis).to(self._lanes.device) for axis in axes)

@@ -16,7 +16,7 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.shape) or min(*self.start, *self.shape, 0) < 0:
+        if len(self.start) != len(self.shape) or any(number < 0 for number in (*self.start, *self.shape)):
             raise InvalidInput(f"a box cannot start at {self.start} and have shape {self.shape}.")
 
     @classmethod

@@ -30,6 +30,11 @@ class Kernels(Protocol):
     def find(self, old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
         """The indices of lanes that differ, and by how much their mapped integers do."""
 
+    def find_with_gaps(
+        self, old: Lanes, new: Lanes, kind: LaneKind, since: NDArray[np.uint32]
+    ) -> tuple[NDArray[np.uint32], Steps, Numbers, NDArray[np.uint8]]:
+        """`find` and `class_gaps` at once: indices, steps, gaps, classes."""
+
     def class_gaps(
         self, old: Lanes, indices: Indices, kind: LaneKind, since: NDArray[np.uint32]
     ) -> tuple[Numbers, NDArray[np.uint8]]:

@@ -2,170 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import types
 from numpy.typing import NDArray
 
 from weightcast.delta.kernels import Bits, ClassWalk, Indices, Numbers
+from weightcast.delta.kernels.class_loops import loops_for
+from weightcast.delta.kernels.jit import I64, INDEX_TYPES, LANE_TYPES, U8, U32, U64, compiled, prefetch, read_of, write_of
 from weightcast.delta.lanes import SIGNED, LaneKind, Lanes, Steps
-from weightcast.delta.numbers import EXACT, FLOORS, WIDTHS
+from weightcast.delta.numbers import FLOORS, WIDTHS
 
+_SMALL = 4096
+_SMALL_SYMBOLS = (np.searchsorted(FLOORS, np.arange(_SMALL), side="right") - 1).astype(np.uint8)
 _AHEAD = 64  # how many changes ahead memory is asked for: scattered stores wait for memory, not for the processor
-_STRIDE = 32  # bytes that are compared at once
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _read(item: Any) -> Any:
-    """Memory that is only read; the weakest type, so that any array passes without compiling once more."""
-    return types.Array(item, 1, "C", readonly=True, aligned=False)
-
-
-def _write(item: Any) -> Any:
-    return types.Array(item, 1, "C", aligned=False)
-
-
-_LANE_TYPES = (types.int8, types.int16, types.int32)
-_INDEX_TYPES = (types.uint32, types.uint64)
-_U8, _U32, _I64 = types.uint8, types.uint32, types.int64
-
-
-def _compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """Compile now, for exactly these types, or load from the cache: nothing is compiled in the middle of an update."""
-    return cast("Callable[[Function], Function]", numba.njit(list(signatures), nogil=True, cache=True, error_model="numpy"))
-
-
-@intrinsic
-def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Ask for the cache line of ``array[index]`` without waiting for it."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        byte = ir.IntType(8).as_pointer()
-        number = ir.IntType(32)
-        function_type = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        place = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        # Read rather than write intent, into all caches, data: measured fastest for scattered stores.
-        builder.call(function, [place, *(ir.Constant(number, value) for value in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(array, index), generate
-
-
-@_compiled(*(_I64(_read(t), _read(t), _I64, _write(_U32), _write(t)) for t in _LANE_TYPES))
-def _find(old: Any, new: Any, flip: Any, indices: Any, steps: Any) -> int:
-    """Counts all changes and writes as many as there is room for."""
+@compiled(*(I64(read_of(t), read_of(t), read_of(U64), read_of(U64), I64, write_of(U32), write_of(t)) for t in LANE_TYPES))
+def _find(old: Any, new: Any, old_words: Any, new_words: Any, flip: Any, indices: Any, steps: Any) -> int:
+    """Counts all changes and writes as many as there is room for. Words are the same memory, eight bytes at a time."""
     found = 0
-    stride = _STRIDE // old.itemsize
-    for start in range(0, old.size, stride):
-        stop = min(start + stride, old.size)
-        if stop - start == stride:
-            differ = 0
-            for at in range(start, start + stride):
-                differ |= old[at] ^ new[at]
-            if differ == 0:
+    per_word = 8 // old.itemsize
+    fours = old_words.size // 4
+    for four in range(fours + 1):
+        first, last = 4 * four, 4 * four + 4
+        if four == fours:
+            last = old_words.size + 1  # and the lanes that do not fill a word
+        elif (
+            (old_words[first] ^ new_words[first])
+            | (old_words[first + 1] ^ new_words[first + 1])
+            | (old_words[first + 2] ^ new_words[first + 2])
+            | (old_words[first + 3] ^ new_words[first + 3])
+        ) == np.uint64(0):
+            continue
+        for word in range(first, last):
+            if word < old_words.size and old_words[word] == new_words[word]:
                 continue
-        for at in range(start, stop):
-            if old[at] != new[at]:
-                if found < indices.size:
-                    x, y = np.int64(old[at]), np.int64(new[at])
-                    if x < 0:
-                        x ^= flip
-                    if y < 0:
-                        y ^= flip
-                    indices[found] = at
-                    steps[found] = y - x
-                found += 1
+            for at in range(word * per_word, min((word + 1) * per_word, old.size)):
+                if old[at] != new[at]:
+                    if found < indices.size:
+                        x, y = np.int64(old[at]), np.int64(new[at])
+                        if x < 0:
+                            x ^= flip
+                        if y < 0:
+                            y ^= flip
+                        indices[found] = at
+                        steps[found] = y - x
+                    found += 1
     return found
 
 
-@_compiled(
-    *(types.void(_read(t), _read(_U32), _I64, _I64, _write(_U32), _write(_U32), _write(_U8)) for t in _LANE_TYPES),
-)
-def _class_gaps(old: Any, indices: Any, shift: Any, mask: Any, since: Any, gaps: Any, classes: Any) -> None:
-    start = np.int64(0)
-    for change in range(indices.size + 1):
-        stop = np.int64(indices[change]) if change < indices.size else old.size
-        for at in range(start, stop):
-            since[(old[at] >> shift) & mask] += 1
-        if change < indices.size:
-            own = (old[stop] >> shift) & mask
-            gaps[change], classes[change] = since[own], own
-            since[own] = 0
-        start = stop + 1
-
-
-@_compiled(
-    *(_I64(_read(t), _I64, _I64, _read(_U32), _write(_I64), _write(_U32), _write(_U32), _write(_I64)) for t in _LANE_TYPES),
-)
-def _find_by_class(old: Any, shift: Any, mask: Any, gaps: Any, cursor: Any, left: Any, indices: Any, positions: Any) -> int:
-    """Counts all changes and writes as many as there is room for."""
-    found = 0
-    for at in range(old.size):
-        own = (old[at] >> shift) & mask
-        remaining = left[own]
-        if remaining == 0:
-            if found < indices.size:
-                indices[found], positions[found] = at, cursor[own] - own
-            found += 1
-            cursor[own] += 1
-            left[own] = gaps[cursor[own]]
-        else:
-            left[own] = remaining - np.uint32(1)
-    return found
-
-
-@_compiled(_I64(_read(_U32), _read(_U8), _read(_U8), _write(_U8), _write(_U8)))
-def _put_numbers(values: Any, shifts: Any, widths: Any, symbols: Any, bits: Any) -> int:
-    word, filled, written = np.uint64(0), np.uint64(0), 0
+@compiled(I64(read_of(U32), read_of(U8), read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
+def _put_numbers(values: Any, shifts: Any, small: Any, widths: Any, symbols: Any, words: Any) -> Any:
+    """Returns how many bits were written. `small` has the symbols of small numbers; eight bits more are 64 symbols more."""
+    word, filled, written, total = np.uint64(0), np.uint64(0), 0, np.uint64(0)
     for at in range(values.size):
-        large = values[at] >> shifts[at]
-        symbol = np.int64(large)
-        if large >= EXACT:
-            octave = 0
-            while (large >> np.uint32(octave)) >= 2 * EXACT:
-                octave += 1
-            symbol = EXACT + 8 * octave + np.int64((large >> np.uint32(octave + 1)) & np.uint32(7))
+        large, symbol = values[at] >> shifts[at], np.int64(0)
+        while large >= np.uint32(_SMALL):
+            large >>= np.uint32(8)
+            symbol += 64
+        symbol += small[large]
         symbols[at] = symbol
         width = np.uint64(widths[symbol]) + np.uint64(shifts[at])
         word |= (np.uint64(values[at]) & ((np.uint64(1) << width) - np.uint64(1))) << filled
         filled += width
-        while filled >= np.uint64(8):
-            bits[written] = word & np.uint64(0xFF)
+        total += width
+        if filled >= np.uint64(32):
+            words[written] = word & np.uint64(0xFFFF_FFFF)
             written += 1
-            word >>= np.uint64(8)
-            filled -= np.uint64(8)
-    if filled > np.uint64(0):
-        bits[written] = word & np.uint64(0xFF)
-        written += 1
-    return written
+            word >>= np.uint64(32)
+            filled -= np.uint64(32)
+    words[written] = word
+    return total
 
 
-@_compiled(types.void(_read(_U8), _read(_U8), _read(_U32), _read(_U8), _read(_U8), _write(_U32)))
-def _take_numbers(symbols: Any, shifts: Any, floors: Any, widths: Any, bits: Any, values: Any) -> None:
+@compiled(types.void(read_of(U8), read_of(U8), read_of(U32), read_of(U8), read_of(U32), write_of(U32)))
+def _take_numbers(symbols: Any, shifts: Any, floors: Any, widths: Any, words: Any, values: Any) -> None:
     word, filled, read = np.uint64(0), np.uint64(0), 0
     for at in range(symbols.size):
         symbol = symbols[at]
         shift = np.uint64(shifts[at])
         width = np.uint64(widths[symbol]) + shift
-        while filled < width:
-            word |= np.uint64(bits[read]) << filled
+        if filled < width:
+            word |= np.uint64(words[read]) << filled
             read += 1
-            filled += np.uint64(8)
-        low = word & ((np.uint64(1) << width) - np.uint64(1))
-        values[at] = (np.uint64(floors[symbol]) << shift) | low
+            filled += np.uint64(32)
+        values[at] = (np.uint64(floors[symbol]) << shift) | (word & ((np.uint64(1) << width) - np.uint64(1)))
         word >>= width
         filled -= width
 
 
-@_compiled(*(_I64(_read(i), _read(t), _read(i), _read(t), _write(i), _write(t)) for t in _LANE_TYPES for i in _INDEX_TYPES))
+@compiled(
+    *(I64(read_of(i), read_of(t), read_of(i), read_of(t), write_of(i), write_of(t)) for t in LANE_TYPES for i in INDEX_TYPES)
+)
 def _merge(a_indices: Any, a_steps: Any, b_indices: Any, b_steps: Any, indices: Any, steps: Any) -> int:
     a = b = merged = 0
     while a < a_indices.size or b < b_indices.size:
@@ -184,12 +114,12 @@ def _merge(a_indices: Any, a_steps: Any, b_indices: Any, b_steps: Any, indices: 
     return merged
 
 
-@_compiled(*(types.void(_read(t), _read(i), _read(t), _I64, _write(t)) for t in _LANE_TYPES for i in _INDEX_TYPES))
+@compiled(*(types.void(read_of(t), read_of(i), read_of(t), I64, write_of(t)) for t in LANE_TYPES for i in INDEX_TYPES))
 def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, values: Any) -> None:
     ahead = max(0, indices.size - _AHEAD)
     for at in range(indices.size):
         if at < ahead:
-            _prefetch(lanes, np.intp(indices[at + _AHEAD]))
+            prefetch(lanes, np.intp(indices[at + _AHEAD]))
         value = np.int64(lanes[np.intp(indices[at])])
         if value < 0:
             value ^= flip
@@ -198,11 +128,11 @@ def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, values: Any) -> None
             values[at] ^= flip
 
 
-@_compiled(*(types.void(_write(t), _read(i), _read(t)) for t in _LANE_TYPES for i in _INDEX_TYPES))
+@compiled(*(types.void(write_of(t), read_of(i), read_of(t)) for t in LANE_TYPES for i in INDEX_TYPES))
 def _scatter(lanes: Any, indices: Any, values: Any) -> None:
     ahead = max(0, indices.size - _AHEAD)
     for at in range(ahead):
-        _prefetch(lanes, np.intp(indices[at + _AHEAD]))
+        prefetch(lanes, np.intp(indices[at + _AHEAD]))
         lanes[np.intp(indices[at])] = values[at]
     for at in range(ahead, indices.size):
         lanes[np.intp(indices[at])] = values[at]
@@ -213,21 +143,46 @@ def _flip(kind: LaneKind) -> int:
     return (1 << (8 * kind.nbytes - 1)) - 1 if kind.signed_magnitude else 0
 
 
+def _words(lanes: Lanes, kind: LaneKind) -> NDArray[np.uint64]:
+    """The lanes that fill words of eight bytes, as such."""
+    per_word = 8 // kind.nbytes
+    return lanes[: lanes.size // per_word * per_word].view(np.uint64)
+
+
 def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
     """See `Kernels.find`."""
+    words = _words(old, kind), _words(new, kind)
     room = old.size // 4 + 64  # only what is written costs memory
     while True:
         indices, steps = np.empty(room, dtype=np.uint32), np.empty(room, dtype=kind.signed)
-        found = _find(old.view(kind.signed), new.view(kind.signed), _flip(kind), indices, steps)
+        found = _find(old.view(kind.signed), new.view(kind.signed), *words, _flip(kind), indices, steps)
         if found <= room:
             return indices[:found].copy(), steps[:found].copy()
+        room = found
+
+
+def find_with_gaps(
+    old: Lanes, new: Lanes, kind: LaneKind, since: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], Steps, Numbers, NDArray[np.uint8]]:
+    """See `Kernels.find_with_gaps`."""
+    words = _words(old, kind), _words(new, kind)
+    room = old.size // 4 + 64
+    while True:
+        counted = since.copy()
+        indices, gaps = np.empty(room, dtype=np.uint32), np.empty(room, dtype=np.uint32)
+        steps, classes = np.empty(room, dtype=kind.signed), np.empty(room, dtype=np.uint8)
+        lanes = old.view(kind.signed), new.view(kind.signed)
+        found = loops_for(kind).find(*lanes, *words, _flip(kind), counted, indices, gaps, steps, classes)
+        if found <= room:
+            since[:] = counted
+            return indices[:found].copy(), steps[:found].copy(), gaps[:found].copy(), classes[:found].copy()
         room = found
 
 
 def class_gaps(old: Lanes, indices: Indices, kind: LaneKind, since: NDArray[np.uint32]) -> tuple[Numbers, NDArray[np.uint8]]:
     """See `Kernels.class_gaps`."""
     gaps, classes = np.empty(indices.size, dtype=np.uint32), np.empty(indices.size, dtype=np.uint8)
-    _class_gaps(old.view(kind.signed), indices, kind.shift, kind.mask, since, gaps, classes)
+    loops_for(kind).gaps(old.view(kind.signed), indices, since, gaps, classes)
     return gaps, classes
 
 
@@ -236,8 +191,7 @@ def find_by_class(
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """See `Kernels.find_by_class`."""
     indices, positions = np.empty(changes, dtype=np.uint32), np.empty(changes, dtype=np.int64)
-    lanes = old.view(kind.signed)
-    found = _find_by_class(lanes, kind.shift, kind.mask, gaps, walk.cursor, walk.left, indices, positions)
+    found = loops_for(kind).walk(old.view(kind.signed), gaps, walk.cursor, walk.left, indices, positions)
     if found != changes:
         raise ValueError(f"a block has {found} changes, not {changes}")
     return indices, positions
@@ -245,15 +199,17 @@ def find_by_class(
 
 def put_numbers(values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
     """See `Kernels.put_numbers`."""
-    symbols, bits = np.empty(values.size, dtype=np.uint8), np.empty(4 * values.size + 8, dtype=np.uint8)
-    written = _put_numbers(values, shifts, WIDTHS, symbols, bits)
-    return symbols, bits[:written].copy()
+    symbols, words = np.empty(values.size, dtype=np.uint8), np.empty(values.size + 1, dtype="<u4")
+    bits = _put_numbers(values, shifts, _SMALL_SYMBOLS, WIDTHS, symbols, words)
+    return symbols, words.view(np.uint8)[: (bits + 7) // 8].copy()
 
 
 def take_numbers(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
     """See `Kernels.take_numbers`."""
+    words = np.zeros(bits.size // 4 + 1, dtype="<u4")
+    words.view(np.uint8)[: bits.size] = bits
     values = np.empty(symbols.size, dtype=np.uint32)
-    _take_numbers(symbols, shifts, FLOORS, WIDTHS, bits, values)
+    _take_numbers(symbols, shifts, FLOORS, WIDTHS, words, values)
     return values
 
 

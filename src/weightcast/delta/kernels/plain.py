@@ -19,6 +19,14 @@ def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], St
     return indices.astype(np.uint32), steps
 
 
+def find_with_gaps(
+    old: Lanes, new: Lanes, kind: LaneKind, since: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], Steps, Numbers, NDArray[np.uint8]]:
+    """See `Kernels.find_with_gaps`."""
+    indices, steps = find(old, new, kind)
+    return indices, steps, *class_gaps(old, indices, kind, since)
+
+
 def class_gaps(old: Lanes, indices: Indices, kind: LaneKind, since: NDArray[np.uint32]) -> tuple[Numbers, NDArray[np.uint8]]:
     """See `Kernels.class_gaps`. Ranks all lanes of the block inside their class with one stable sort."""
     classes = _classes(old, kind)

@@ -1,0 +1,114 @@
+"""The changes of a chunk, put into groups: by the block they lie in (`gaps`) or the class of the old lane (`classes`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.delta.kernels import Kernels, Numbers
+from weightcast.delta.lanes import LaneKind, Lanes, Steps
+from weightcast.delta.sparse import TensorDelta, span
+from weightcast.delta.streams import Groups
+from weightcast.errors import InvalidInput
+
+
+class Classed(NamedTuple):
+    """Where changes stand in their classes, and what the classes have counted after the block."""
+
+    gaps: Numbers
+    classes: NDArray[np.uint8]
+    since: NDArray[np.uint32]
+
+
+class Changed(NamedTuple):
+    """The changes of a block."""
+
+    indices: NDArray[np.uint32]
+    steps: Steps
+    classed: Classed | None = None
+
+
+class Grouping(Protocol):
+    """Groups the blocks of one chunk. A block that is scanned need not be added: it may turn out to be better off alone."""
+
+    def scan(self, old: Lanes, new: Lanes) -> Changed:
+        """The changes of the next block."""
+
+    def add(self, old: Lanes | None, changed: Changed) -> None:
+        """Take a block in: one just scanned, or one whose changes were known."""
+
+    def grouped(self) -> Groups:
+        """Everything that was added."""
+
+
+class ByBlock:
+    """Packing `gaps`: the groups are the blocks."""
+
+    def __init__(self, kind: LaneKind, kernels: Kernels) -> None:
+        self._kind, self._kernels = kind, kernels
+        self._gaps: list[NDArray[np.uint32]] = []
+        self._steps: list[Steps] = []
+
+    def scan(self, old: Lanes, new: Lanes) -> Changed:
+        """The changes of the next block."""
+        return Changed(*self._kernels.find(old, new, self._kind))
+
+    def add(self, old: Lanes | None, changed: Changed) -> None:  # noqa: ARG002 - the other packing looks at it
+        """Take a block in."""
+        self._gaps.append(np.diff(changed.indices, prepend=np.uint32(0xFFFF_FFFF)) - np.uint32(1))
+        self._steps.append(changed.steps)
+
+    def grouped(self) -> Groups:
+        """A group for each block."""
+        counts = np.array([len(gaps) for gaps in self._gaps], dtype=np.int64)
+        return Groups(counts, np.concatenate(self._gaps), np.concatenate(self._steps))
+
+
+class ByClass:
+    """Packing `classes`: the groups are the classes of the old lanes, counted through all blocks that were added."""
+
+    def __init__(self, kind: LaneKind, kernels: Kernels) -> None:
+        self._kernels, self._kind = kernels, kind
+        self._since = np.zeros(kind.classes, dtype=np.uint32)
+        self._gaps: list[NDArray[np.uint32]] = []
+        self._classes: list[NDArray[np.uint8]] = []
+        self._steps: list[Steps] = []
+
+    def scan(self, old: Lanes, new: Lanes) -> Changed:
+        """The changes of the next block, and their places in their classes if it is added."""
+        since = self._since.copy()
+        indices, steps, gaps, classes = self._kernels.find_with_gaps(old, new, self._kind, since)
+        return Changed(indices, steps, Classed(gaps, classes, since))
+
+    def add(self, old: Lanes | None, changed: Changed) -> None:
+        """Take a block in."""
+        classed = changed.classed
+        if classed is None:
+            if old is None:
+                raise InvalidInput("packing 'classes' needs the lanes of the base.")
+            since = self._since.copy()
+            classed = Classed(*self._kernels.class_gaps(old, changed.indices, self._kind, since), since)
+        self._since = classed.since
+        self._gaps.append(classed.gaps)
+        self._classes.append(classed.classes)
+        self._steps.append(changed.steps)
+
+    def grouped(self) -> Groups:
+        """A group for each class, empty ones included."""
+        classes = np.concatenate(self._classes)
+        order = np.argsort(classes, kind="stable")
+        counts = np.bincount(classes, minlength=self._kind.classes)
+        return Groups(counts, np.concatenate(self._gaps)[order], np.concatenate(self._steps)[order])
+
+
+def changed_in(tensor: TensorDelta, start: int, stop: int) -> Changed:
+    """The changes of a tensor that lie in a range of its lanes."""
+    if tensor.indices is None:
+        steps = tensor.steps[start:stop]
+        found = np.flatnonzero(steps)
+        return Changed(found.astype(np.uint32), steps[found])
+    first, last = span(tensor.indices, start, stop)
+    inside = tensor.indices[first:last] - tensor.indices.dtype.type(start)
+    return Changed(inside.astype(np.uint32), tensor.steps[first:last])
