@@ -9,6 +9,7 @@ Importing this loads neither torch nor any other framework.
 """
 
 from weightcast.errors import Mismatch, WeightcastError
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import Store
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import TRANSFORMER_GROUPS
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TRANSFORMER_GROUPS",
+    "DeltaPolicy",
     "LiveModel",
     "Manifest",
     "Mismatch",

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from weightcast import Store
-from weightcast.store import files, writer
-from weightcast.store.writer import VersionWriter
+from weightcast import Store, delta
+from weightcast.store import delta_writer, files, writer
+from weightcast.store.publishing import Publisher, Request
 
 from .operations import WRITING, Operation, killing, listing, points, watched
 from .sample import find_problems, find_recovery_problems, find_strays, publish
@@ -55,20 +55,21 @@ class Scenario(ABC):
 class Publish(Scenario):
     """A third version comes to a store that holds two."""
 
-    old = ("step_1", "step_2")
+    old: tuple[str, ...] = ("step_1", "step_2")
+    new, later = "step_3", "step_4"
 
     def prepare(self, store: Path) -> None:
         for version in self.old:
             publish(store, version)
 
     def act(self, store: Path) -> None:
-        publish(store, "step_3")
+        publish(store, self.new)
 
     def judge(self, store: Path) -> tuple[str, list[str]]:
-        newest = [self.old[-1], "step_3"] if self.old else []
-        versions, problems = find_problems(store, [[*self.old], [*self.old, "step_3"]], newest)
-        problems += find_recovery_problems(store, versions, "step_3", "step_4")
-        return "new" if "step_3" in versions else "old", problems
+        newest = [self.old[-1], self.new] if self.old else []
+        versions, problems = find_problems(store, [[*self.old], [*self.old, self.new]], newest)
+        problems += find_recovery_problems(store, versions, self.new, self.later)
+        return "new" if self.new in versions else "old", problems
 
 
 class FirstPublish(Publish):
@@ -87,6 +88,58 @@ class PublishOverLeftovers(Publish):
         super().prepare(store)
         assert die(lambda: publish(store, "step_3"), store, 30, "before")
         assert len(list((store / "versions/step_3").iterdir())) > 2
+
+
+class PublishDelta(Publish):
+    """A delta comes to a store that holds a full version and a delta on it."""
+
+    old = ("near_1", "near_2")
+    new, later = "near_3", "near_4"
+
+    def prepare(self, store: Path) -> None:
+        super().prepare(store)
+        assert [Store(store).manifest(version).kind for version in self.old] == ["full", "delta"]
+
+    def judge(self, store: Path) -> tuple[str, list[str]]:
+        outcome, problems = super().judge(store)
+        kinds = [Store(store).manifest(version).kind for version in Store(store).versions()]
+        return outcome, problems + ([] if set(kinds[1:]) == {"delta"} else [f"published {kinds}"])
+
+
+class PublishTooLarge(Publish):
+    """A payload grows too large, so that a full version takes its place. The rest is as in `Publish`."""
+
+    old = ("near_1", "near_2")
+    new, later = "far_3", "far_4"
+    calls = ("unlink", "rename")
+
+    def judge(self, store: Path) -> tuple[str, list[str]]:
+        outcome, problems = super().judge(store)
+        return outcome, problems + ([] if Store(store).manifest(Store(store).newest()).kind == "full" else ["no full one"])
+
+
+class Fold(Scenario):
+    """The third of four versions, deltas on one another, is made to lead from the full one."""
+
+    versions = ("near_1", "near_2", "near_3", "near_4")
+
+    def prepare(self, store: Path) -> None:
+        for version in self.versions:
+            publish(store, version)
+
+    def act(self, store: Path) -> None:
+        Store(store, lock_timeout=5).fold("near_3")
+
+    def judge(self, store: Path) -> tuple[str, list[str]]:
+        _, problems = find_problems(store, [[*self.versions]], ["near_4"])
+        base = Store(store).manifest("near_3").base.version
+        problems += find_recovery_problems(store, [*self.versions], "near_4", "near_5")
+        self.act(store)
+        if (found := Store(store).manifest("near_3").base.version) != "near_1":
+            problems.append(f"folded again, it is on {found}")
+        Store(store, lock_timeout=5).gc(keep_last=1)
+        _, after = find_problems(store, [["near_1", "near_3", "near_4", "near_5"]], ["near_5"])
+        return {"near_2": "old", "near_1": "new"}.get(base, base), [*problems, *after, *find_strays(store)]
 
 
 class Gc(Scenario):
@@ -148,6 +201,9 @@ SCENARIOS: dict[str, Scenario] = {
     "publish": Publish(),
     "first_publish": FirstPublish(),
     "publish_over_leftovers": PublishOverLeftovers(),
+    "publish_delta": PublishDelta(),
+    "publish_too_large": PublishTooLarge(),
+    "fold": Fold(),
     "gc": Gc(),
     "announce": Announce(),
     "migrate": Migrate(),
@@ -214,16 +270,19 @@ def count(act: Callable[[Path], None], store: Path, report: Path) -> None:
 def manifest_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """A broken publisher: the manifest is there before the parts have their names."""
 
-    def seal(self: VersionWriter, **facts: Any) -> Any:
+    def publish(self: Publisher, request: Request) -> Any:
         later: list[tuple[Path, Path]] = []
-        with mock.patch.object(writer, "rename", lambda old, new: later.append((old, new))):
-            manifest = original(self, **facts)
+        with (
+            mock.patch.object(writer, "rename", lambda old, new: later.append((old, new))),
+            mock.patch.object(delta_writer, "rename", lambda old, new: later.append((old, new))),
+        ):
+            manifest = original(self, request)
         assert later
         for old, new in later:
             files.rename(old, new)
         return manifest
 
-    return seal
+    return publish
 
 
 def version_file_in_place(path: Path, data: bytes) -> None:
@@ -233,9 +292,13 @@ def version_file_in_place(path: Path, data: bytes) -> None:
         file.sync()
 
 
-def parts_first(store: Store, version: str, **_: object) -> int:
+def fold_in_place(path: Path, data: bytes) -> None:
+    """A broken fold: the payload that the manifest names is overwritten."""
+    files.FileWriter(path.with_name("delta-00001.bin"), overwrite=True).write(data)
+
+
+def parts_first(directory: Path, **_: object) -> int:
     """A broken gc: the manifest is the last file to go."""
-    directory = store.path / "versions" / version
     for file in sorted(directory.iterdir(), key=lambda file: file.name == "manifest.json"):
         file.unlink()
     directory.rmdir()
@@ -243,11 +306,12 @@ def parts_first(store: Store, version: str, **_: object) -> int:
 
 
 FAULTS: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {  # by name: the calls to kill it at, and how to break it
-    "manifest_first": (("rename",), lambda: mock.patch.object(VersionWriter, "seal", manifest_first(VersionWriter.seal))),
+    "manifest_first": (("rename",), lambda: mock.patch.object(Publisher, "publish", manifest_first(Publisher.publish))),
+    "payload_in_place": (("write",), lambda: mock.patch("weightcast.store.folding.write_synced", fold_in_place)),
     "version_file_in_place": (
         ("open",), lambda: mock.patch("weightcast.store.version_file.replace_synced", version_file_in_place),
     ),
-    "parts_first": (("unlink",), lambda: mock.patch.object(Store, "_remove", parts_first)),
+    "parts_first": (("unlink",), lambda: mock.patch("weightcast.store.pruning.remove_version", parts_first)),
 }  # fmt: skip
 
 
@@ -314,6 +378,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # it tells of every leftover
+    delta.warm_up()  # once, before the forks
     scenario = SCENARIOS[arguments.scenario]
     calls, broken = FAULTS[arguments.fault] if arguments.fault else (scenario.calls, nullcontext)
 

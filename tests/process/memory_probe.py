@@ -9,11 +9,13 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from weightcast import LiveModel, Store
+from weightcast import LiveModel, Store, delta
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.snapshot import write_snapshot
 
 MODEL_NBYTES = 1 << 30
@@ -73,6 +75,30 @@ def publish(directory: Path) -> dict[str, int]:
     return {"publish": peak.nbytes}
 
 
+def publish_delta(directory: Path) -> dict[str, int]:
+    """Two deltas after a full version, and a third whose payload turns out too large, so that it becomes a full version.
+
+    With half of the weights, to save time.
+    """
+    delta.warm_up()
+    patient, strict = (Store(directory, delta=DeltaPolicy(threads=2, max_share=share)) for share in (0.5, 0.001))
+    patient.publish("step_1", moved(0), part_nbytes=PART_NBYTES)
+    report = {}
+    for name, store, kind in (("delta", patient, "delta"), ("followed", patient, "delta"), ("given_back", strict, "full")):
+        with Peak() as peak:
+            manifest = store.publish(name, moved(len(report) + 1), part_nbytes=PART_NBYTES)
+        assert (manifest.kind, manifest.nbytes) == (kind, MODEL_NBYTES // 2)
+        report[name] = peak.nbytes
+    return report
+
+
+def moved(step: int) -> Iterator[tuple[str, np.ndarray]]:
+    """512 MiB of the same tensors with a few elements changed, out of one buffer."""
+    for name, buffer in islice(streamed(), len(NAMES) // 2):
+        buffer[::64, ::7] += step
+        yield name, buffer
+
+
 def update_inplace(directory: Path) -> dict[str, int]:
     model = live_mapping()
     live = LiveModel(model, source=directory)
@@ -114,7 +140,9 @@ def load_snapshot(directory: Path) -> dict[str, int]:
     return report
 
 
-PROBES = {probe.__name__: probe for probe in (borrow_100_mib, publish, update_inplace, first_load, load_snapshot)}
+PROBES = {
+    probe.__name__: probe for probe in (borrow_100_mib, publish, publish_delta, update_inplace, first_load, load_snapshot)
+}
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def main() -> None:
                 sys.stdin.readline()
 
     print("begins", flush=True)
-    Store(arguments.store, lock_timeout=25).publish(arguments.version, paused(), part_nbytes=PART_NBYTES)
+    Store(arguments.store, lock_timeout=25).publish(arguments.version, paused(), "full", part_nbytes=PART_NBYTES)
     print("published")
 
 

@@ -11,13 +11,28 @@ import numpy as np
 
 from weightcast import Store
 from weightcast.errors import StoreNotFound, VersionNotSet, WeightcastError
+from weightcast.store.publishing import Mode
 
 PART_NBYTES = 65_536 + 5_200  # the room for the header, and one or two of the tensors below
 FILES = ("config.json", "tokenizer.json")
 
 
 def tensors(version: str) -> dict[str, np.ndarray]:
-    """The tensors of a version: several parts, tied names, sizes that are no multiple of 8, an empty and a scalar one."""
+    """The tensors of a version: several parts, tied names, sizes that are no multiple of 8, an empty and a scalar one.
+
+    Versions named `near_…` differ from one another in a few elements, all others in all.
+    """
+    if not version.startswith("near_"):
+        return _random_tensors(version)
+    state = _random_tensors("near")
+    random = np.random.default_rng(zlib.crc32(version.encode()))
+    for name in sorted(state.keys() - {"nothing", "count", "head.weight"}):
+        flat = state[name].reshape(-1) if state[name].flags.c_contiguous else state[name].T.reshape(-1)
+        flat[random.integers(0, flat.size, 3)] *= 3
+    return state
+
+
+def _random_tensors(version: str) -> dict[str, np.ndarray]:
     random = np.random.default_rng(zlib.crc32(version.encode()))
 
     def floats(*shape: int) -> np.ndarray:
@@ -38,9 +53,14 @@ def tensors(version: str) -> dict[str, np.ndarray]:
 
 
 def publish(path: Path, version: str) -> None:
-    """Publish the version of that name; never waits long for a lock."""
+    """Publish the version of that name; never waits long for a lock.
+
+    Versions named `near_…` become deltas wherever there is a base, those named `far_…` are tried as deltas and turn out too
+    large, and all others are full versions from the start.
+    """
     files = {name: f"{name} of {version}".encode() for name in FILES}
-    Store(path, lock_timeout=5).publish(version, tensors(version), files=files, part_nbytes=PART_NBYTES)
+    mode: Mode = "auto" if version.startswith(("near_", "far_")) else "full"
+    Store(path, lock_timeout=5).publish(version, tensors(version), mode, files=files, part_nbytes=PART_NBYTES)
 
 
 def find_problems(path: Path, allowed: list[list[str]], newest: list[str]) -> tuple[list[str], list[str]]:
@@ -97,7 +117,8 @@ def find_strays(path: Path) -> list[str]:
     belongs = {".lock", "version.yaml", "versions"}
     for version in store.versions():
         manifest = store.manifest(version)
-        inside = ("manifest.json", *(part.file for part in manifest.parts), *(file.file for file in manifest.files))
+        payload = [manifest.payload] if manifest.payload else []
+        inside = ("manifest.json", *(file.file for file in (*manifest.parts, *manifest.files, *payload)))
         belongs |= {f"versions/{version}", *(f"versions/{version}/{name}" for name in inside)}
     present = {str(entry.relative_to(path)) for entry in path.rglob("*")}
     missing = [f"{entry} is missing" for entry in sorted(belongs - present - {".lock", "version.yaml", "versions"})]

@@ -42,6 +42,14 @@ def test_publishing_a_stream_takes_no_more_memory_than_a_few_of_its_tensors(publ
     check("publishing 1 GiB from one buffer of 16 MiB", report["publish"], 64 * MIB)
 
 
+def test_publishing_a_delta_takes_memory_for_a_few_chunks_and_not_for_the_model(memory_dir, check):
+    report = report_of("memory_probe", "publish_delta", memory_dir)
+
+    check("a delta of 512 MiB from one buffer of 16 MiB", report["delta"], 320 * MIB)
+    check("a second delta, after following the first", report["followed"], 320 * MIB)
+    check("a delta that turns out too large", report["given_back"], 320 * MIB)
+
+
 def test_updating_in_place_takes_no_more_memory_than_a_few_parts(published, check):
     store, _ = published
 

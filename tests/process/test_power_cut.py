@@ -13,7 +13,7 @@ import pytest
 
 from weightcast import Store
 from weightcast.errors import StorageFailed
-from weightcast.store import files, store, writer
+from weightcast.store import draft, files, folding, pruning
 
 from .operations import Operation, watched
 from .power_cut import Medium, Tree, read_tree, write_tree
@@ -112,6 +112,48 @@ def record_publish(root: Path) -> Recording:
     return recording
 
 
+def record_delta(root: Path) -> Recording:
+    publish(root / "store", "near_2")
+    recording = Recording(root)
+    recording.do(lambda: publish(root / "store", "near_3"), *publishing(["step_1", "near_2"], "near_3"))
+    assert Store(root / "store").manifest("near_3").kind == "delta"
+    return recording
+
+
+def record_fold(root: Path) -> Recording:
+    """A fold, and a gc that removes the version and the payload which are not needed any more."""
+    versions = ["step_1", "near_2", "near_3", "near_4"]
+    for version in versions[1:]:
+        publish(root / "store", version)
+    recording = Recording(root)
+    same = Promise([versions], ["near_4"])
+    recording.do(lambda: Store(root / "store").fold(), same, same)
+    left = ["near_2", "near_4"]
+    stages = [versions, versions[1:], left]
+    recording.do(lambda: Store(root / "store").gc(keep_last=1), Promise(stages, ["near_4"]), Promise([left], ["near_4"]))
+    return recording
+
+
+def record_gc_after_a_fold_that_died(root: Path) -> Recording:
+    """The fold is killed when its manifest is in place and not yet safe; then comes a gc."""
+    versions = ["step_1", "near_2", "near_3", "near_4"]
+    for version in versions[1:]:
+        publish(root / "store", version)
+    recording = Recording(root)
+    same = Promise([versions], ["near_4"])
+
+    def killed():
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(files, "sync_dir", lambda _: None)  # only the sync after the manifest's rename is called there
+            Store(root / "store").fold()
+
+    recording.do(killed, same, same)
+    left = ["near_2", "near_4"]
+    stages = [versions, versions[1:], left]
+    recording.do(lambda: Store(root / "store").gc(keep_last=1), Promise(stages, ["near_4"]), Promise([left], ["near_4"]))
+    return recording
+
+
 def record_gc(root: Path) -> Recording:
     publish(root / "store", "step_2")
     recording = Recording(root)
@@ -134,6 +176,11 @@ def test_a_power_cut_during_the_first_publishes_of_a_store_loses_nothing_that_wa
 
 def test_a_power_cut_during_a_publish_leaves_the_old_versions_or_the_new_one_too(filled, memory_dir, record_property):
     check(record_publish(filled), memory_dir / "cut", record_property)
+
+
+@pytest.mark.parametrize("record", [record_delta, record_fold, record_gc_after_a_fold_that_died])
+def test_a_power_cut_while_deltas_are_written_or_folded_leaves_whole_versions(record, filled, memory_dir, record_property):
+    check(record(filled), memory_dir / "cut", record_property)
 
 
 @pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.slow)])
@@ -199,10 +246,13 @@ def test_a_power_cut_never_loses_the_name_of_the_newest_version(legacy, filled, 
     [
         (files.FileWriter, "sync", record_publish),  # bytes of the parts and of the manifest
         (files, "sync_dir", record_publish),  # the names of the manifest and of version.yaml
-        (writer, "sync_dir", record_publish),  # the names of the parts, before the manifest gets its own
-        (store, "sync_dir", record_gc),  # the manifest's removal, before the parts go
+        (draft, "sync_dir", record_publish),  # the names of the parts, before the manifest gets its own
+        (draft, "sync_dir", record_delta),  # the name of the payload
+        (folding, "sync_dir", record_fold),  # the name of the folded payload
+        (pruning, "sync_dir", record_gc),  # the manifest's removal, before the parts go
+        (pruning, "sync_dir", record_gc_after_a_fold_that_died),  # the folded manifest, before its old base goes
     ],
-    ids=["file", "manifest", "parts", "gc"],
+    ids=["file", "manifest", "parts", "payload", "fold", "gc", "gc after fold"],
 )
 def test_the_check_notices_each_sync_that_is_left_out(place, name, record, filled, memory_dir, monkeypatch):
     monkeypatch.setattr(place, name, lambda _: None)

@@ -18,14 +18,16 @@ def check(report, record_property, at_least):
     assert sum(outcomes.values()) == points >= at_least
 
 
-@pytest.mark.parametrize("scenario", ["publish", "first_publish"])
+@pytest.mark.parametrize(
+    ("scenario", "at_least"), [("publish", 100), ("first_publish", 100), ("publish_delta", 90), ("publish_too_large", 16)]
+)
 def test_a_publisher_killed_at_any_operation_leaves_the_old_versions_or_the_new_one_too(
-    scenario, memory_dir, record_property
+    scenario, at_least, memory_dir, record_property
 ):
     report = report_of("kill_matrix", scenario, memory_dir)
 
-    check(report, record_property, at_least=100)
-    assert report["outcomes"]["old"] > report["outcomes"]["new"] > 10
+    check(report, record_property, at_least=at_least)
+    assert report["outcomes"]["old"] > report["outcomes"]["new"] > at_least // 10
 
 
 def test_a_publisher_killed_while_it_removes_what_an_earlier_one_left_behind_changes_no_version(memory_dir, record_property):
@@ -33,6 +35,13 @@ def test_a_publisher_killed_while_it_removes_what_an_earlier_one_left_behind_cha
 
     check(report, record_property, at_least=12)
     assert set(report["outcomes"]) == {"old"}
+
+
+def test_a_fold_killed_at_any_operation_leaves_the_same_state_on_the_old_base_or_the_new_one(memory_dir, record_property):
+    report = report_of("kill_matrix", "fold", memory_dir)
+
+    check(report, record_property, at_least=25)
+    assert set(report["outcomes"]) == {"old", "new"}
 
 
 def test_a_gc_killed_at_any_operation_leaves_whole_versions_and_the_next_gc_finishes(memory_dir, record_property):
@@ -55,6 +64,8 @@ def test_a_version_file_names_a_whole_version_whenever_its_writer_is_killed(scen
     [
         ("publish", "manifest_first", "the file is missing"),
         ("publish", "version_file_in_place", "VersionFileInvalid"),
+        ("publish_delta", "manifest_first", "the file is missing"),
+        ("fold", "payload_in_place", "the manifest says"),
         ("gc", "parts_first", "the file is missing"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from weightcast import Store
 from weightcast.errors import StorageFailed, StoreBusy
-from weightcast.store.writer import VersionWriter
+from weightcast.store.draft import Draft
 
 from .children import report_of
 from .operations import Operation, listing, points, refusing, watched
@@ -22,12 +22,25 @@ from .sample import find_problems, find_strays, publish
 OLD = ["step_1", "step_2"]
 
 
+NEAR = ["near_1", "near_2"]  # the second is a delta, and so is what comes after
+
+
 @pytest.fixture
 def before(memory_dir):
     """A directory with a store that holds two versions."""
-    for version in OLD:
-        publish(memory_dir / "before/store", version)
-    return memory_dir / "before"
+    return fill(memory_dir / "before", OLD)
+
+
+@pytest.fixture
+def before_deltas(memory_dir):
+    """The same where the second version is a delta on the first."""
+    return fill(memory_dir / "before", NEAR)
+
+
+def fill(directory: Path, versions: list[str]) -> Path:
+    for version in versions:
+        publish(directory / "store", version)
+    return directory
 
 
 def begin(before: Path) -> Path:
@@ -38,23 +51,26 @@ def begin(before: Path) -> Path:
     return run / "store"
 
 
-def operations_of_a_publish(before: Path) -> list[Operation]:
+def operations_of_a_publish(before: Path, version: str = "step_3") -> list[Operation]:
     log: list[Operation] = []
     store = begin(before)
     with watched(store.parent, listing(log)):
-        publish(store, "step_3")
+        publish(store, version)
     assert str(log[-1]) == "close store/.lock"  # nothing was written to it, so its close cannot fail, and all is done
     return log[:-1]
 
 
-def find_fault_problems(before: Path, at: int, error: int, moment: str = "before", *, ever_after: bool = False) -> list[str]:
+def find_fault_problems(
+    before: Path, at: int, error: int, moment: str = "before", *, ever_after: bool = False, old: list[str] = OLD
+) -> list[str]:
     """What is wrong after a publish in which one operation failed; `ever_after`, its cleanup failed too."""
     store = begin(before)
+    new, later = (f"{old[0][:-1]}{number}" for number in (3, 4))
     descriptors = os.listdir("/proc/self/fd")
     problems = []
     try:
         with watched(store.parent, refusing(at, error, moment, ever_after=ever_after)):
-            publish(store, "step_3")
+            publish(store, new)
     except StorageFailed as failure:
         if failure.errno != error or failure.path not in str(failure) or not Path(failure.path).is_relative_to(store):
             problems.append(f"the error does not tell what failed where: {failure}")
@@ -64,10 +80,10 @@ def find_fault_problems(before: Path, at: int, error: int, moment: str = "before
         problems.append("did not raise")
     if os.listdir("/proc/self/fd") != descriptors:
         problems.append("left files open")
-    allowed = [OLD, [*OLD, "step_3"]] if ever_after else [OLD]
-    versions, found = find_problems(store, allowed, ["step_2", "step_3"] if ever_after else ["step_2"])
+    allowed = [old, [*old, new]] if ever_after else [old]
+    versions, found = find_problems(store, allowed, [old[-1], new] if ever_after else [old[-1]])
     problems += found if ever_after else [*found, *find_strays(store)]
-    following = "step_4" if "step_3" in versions else "step_3"
+    following = later if new in versions else new
     publish(store, following)
     if Store(store).versions() != [*versions, following] or not Store(store).verify().ok:
         problems.append("the next publish did not work")
@@ -91,6 +107,48 @@ def test_a_disk_that_is_full_at_any_operation_of_a_publish_leaves_the_store_as_i
 
     check(problems, len(whole), record_property)
     assert len(whole) > 50
+
+
+def test_a_disk_that_is_full_at_any_operation_of_a_delta_leaves_the_store_as_it_was(before_deltas, record_property):
+    log = operations_of_a_publish(before_deltas, "near_3")
+    whole = [(number, moment) for number, moment in points(log) if moment != "after"]
+    problems = {
+        f"{moment} #{number} {log[number]}": find_fault_problems(before_deltas, number, errno.ENOSPC, moment, old=NEAR)
+        for number, moment in whole
+    }
+
+    check(problems, len(whole), record_property)
+    assert len(whole) > 50
+
+
+def test_a_disk_that_turns_read_only_at_any_operation_of_a_fold_leaves_the_same_states(before_deltas, record_property):
+    versions = [*NEAR, "near_3"]
+    publish(before_deltas / "store", "near_3")
+    log: list[Operation] = []
+    store = Store(begin(before_deltas))
+    with watched(store.path.parent, listing(log)):
+        store.fold()
+    problems = {}
+    for number, item in enumerate(log[:-1]):
+        begin(before_deltas)
+        found = []
+        try:
+            with watched(store.path.parent, refusing(number, errno.EROFS, ever_after=True)):
+                store.fold()
+        except StorageFailed:
+            pass
+        except Exception as failure:
+            found.append(f"raised {type(failure).__name__}: {failure}")
+        else:
+            found.append("did not raise")
+        found += find_problems(store.path, [versions], ["near_3"])[1]
+        if store.fold().base.version != "near_1":
+            found.append("the next fold did not work")
+        store.gc(keep_last=3)
+        problems[f"from #{number} {item}"] = found + find_problems(store.path, [versions], ["near_3"])[1]
+        problems[f"from #{number} {item}"] += find_strays(store.path)
+
+    check(problems, len(problems), record_property)
 
 
 def test_a_sync_that_fails_leaves_the_store_as_it_was(before, record_property):
@@ -151,7 +209,7 @@ def test_a_disk_that_turns_read_only_at_any_other_write_is_reported_and_the_next
 
 
 def test_the_check_notices_a_publisher_that_does_not_clean_up(before, monkeypatch):
-    monkeypatch.setattr(VersionWriter, "abandon", lambda _: None)
+    monkeypatch.setattr(Draft, "abandon", lambda _: None)
 
     problems = find_fault_problems(before, at=20, error=errno.ENOSPC)
 

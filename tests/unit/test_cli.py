@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -52,7 +53,19 @@ def published(run, checkpoint, tmp_path, rng):
     tensors = safetensors.numpy.load_file(checkpoint / "model.safetensors")
     tensors["a"][0, 0] = np.nextafter(tensors["a"][0, 0], np.float32(9))
     safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
-    assert run("publish", path, "step_2", checkpoint)[0] == 0
+    assert run("publish", path, "step_2", checkpoint, "--mode", "full")[0] == 0
+    return path
+
+
+@pytest.fixture
+def chained(run, checkpoint, tmp_path, rng):
+    """A full version and two deltas."""
+    path = tmp_path / "chained"
+    tensors = {"a": rng.standard_normal((400, 40)).astype(np.float32), "b": rng.standard_normal(500).astype(np.float16)}
+    for number in (1, 2, 3):
+        tensors["a"][number, :5] = number
+        safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
+        assert run("publish", path, f"step_{number}", checkpoint)[0] == 0
     return path
 
 
@@ -106,6 +119,77 @@ def test_a_damaged_version_is_shown_in_ls_and_fails_verify(run, run_json, publis
     status, out, _ = run("store", "ls", published)
     assert status == 0
     assert "damaged" in out
+
+
+def test_publish_takes_a_delta_where_it_can_and_says_so(run, run_json, chained, checkpoint):
+    status, answer = run_json("publish", chained, "step_4", checkpoint, "--mode", "delta", "--packing", "gaps")
+    assert status == 0
+    assert (answer["kind"], answer["base"], answer["parts"]) == ("delta", "step_3", 0)
+    assert answer["payload_nbytes"] == Store(chained).manifest("step_4").payload.nbytes < 1000
+    status, out, _ = run("publish", chained, "step_5", checkpoint)
+    assert status == 0
+    assert "as a delta of" in out
+    assert "on step_4" in out
+    assert run_json("publish", chained, "step_6", checkpoint, "--full-every", 5)[1]["kind"] == "full"
+    assert run_json("publish", chained, "step_7", checkpoint, "--max-share", 0.0001)[1]["kind"] == "full"
+    status, _, err = run("publish", chained, "step_8", checkpoint, "--max-share", 0.0001, "--mode", "delta")
+    assert status == 1
+    assert "max_share" in err
+    assert "Store" not in err
+    assert run("publish", chained, "step_8", checkpoint, "--max-share", 0)[0] == 2
+
+
+def test_ls_and_show_tell_what_a_delta_is_built_on(run, run_json, chained):
+    payload = Store(chained).manifest("step_3").payload
+    status, out, _ = run("store", "ls", chained)
+    assert status == 0
+    line = next(line for line in out.splitlines() if "step_3" in line)
+    assert ["delta" in line, "step_2" in line, f"{payload.nbytes} B" in line] == [True] * 3
+    rows = run_json("store", "ls", chained)[1]
+    assert [(row["kind"], row["base"]) for row in rows] == [("full", None), ("delta", "step_1"), ("delta", "step_2")]
+    assert [row["payload_nbytes"] for row in rows][2] == payload.nbytes
+    status, out, _ = run("store", "show", chained, "step_3")
+    assert status == 0
+    assert "base         step_2" in out
+    assert "packed as classes" in out
+    a, b = (next(line for line in out.splitlines() if line.startswith(name)) for name in ("a ", "b "))
+    assert ["sparse" in a, f"{5 / 16000:.4%}" in a, "skip" in b, "0.0000%" in b] == [True] * 4
+    shown = run_json("store", "show", chained, "step_3")[1]
+    assert shown["payload"]["nbytes"] == payload.nbytes
+    assert [(tensor["form"], tensor["changes"]) for tensor in shown["delta"]["tensors"]] == [("sparse", 5), ("skip", 0)]
+    assert "delta" not in run_json("store", "show", chained, "step_1")[1]
+
+
+def test_fold_makes_a_version_lead_from_an_older_base(run, run_json, chained):
+    status, answer = run_json("store", "fold", chained)
+    assert (status, answer["version"], answer["folded"], answer["base"]) == (0, "step_3", True, "step_1")
+    assert answer["base_before"] == "step_2"
+    status, out, _ = run("store", "fold", chained, "step_3", "--onto", "step_1")
+    assert status == 0
+    assert "nothing to fold" in out
+    status, out, _ = run("store", "gc", chained, "--keep-last", 1)
+    assert status == 0
+    assert "removed step_2" in out
+    assert "step_3/delta-00001.bin" in out
+    assert run("store", "verify", chained)[0] == 0
+    assert run("store", "fold", chained, "step_1")[0] == 2
+    assert run("store", "fold", chained, "step_3", "--onto", "step_9")[0] == 2
+
+
+def test_a_delta_version_is_verified_compared_and_written_as_a_snapshot(run, run_json, chained, tmp_path):
+    status, reports = run_json("store", "verify", chained)
+    assert (status, [report["tensors"] for report in reports]) == (0, [2, 2, 2])
+    status, found = run_json("store", "diff", chained, "step_1", "step_3")
+    assert (status, found["tensors"][0]["changed"]) == (1, 10)
+    which = ("--rank", 0, "--id", "0")
+    assert run("snapshot", "write", chained, "step_3", tmp_path / "legacy", *which)[0] == 0
+    assert run_json("snapshot", "convert", tmp_path / "legacy", tmp_path / "back", *which)[0] == 0
+    assert Store(tmp_path / "back").manifest("step_3").root_digest == Store(chained).manifest("step_3").root_digest
+    payload = layout.version_dir(chained, "step_2") / "delta-00001.bin"
+    payload.write_bytes(payload.read_bytes()[:-1])
+    status, out, _ = run("store", "verify", chained)
+    assert status == 1
+    assert out.count("DAMAGED") == 2
 
 
 def test_names_are_printed_as_they_are(run, tmp_path):
@@ -191,7 +275,7 @@ def test_checks_of_snapshots_fail_with_what_was_found(run, published, tmp_path):
         (["publish", "STORE", "step_1", "CHECKPOINT"], 1, "already published"),
         (["publish", "STORE", "../x", "CHECKPOINT"], 2, "version id"),
         (["publish", "STORE", "step_3", "nowhere"], 2, "not a directory"),
-        (["publish", "STORE", "step_3", "CHECKPOINT", "--mode", "delta"], 2, "full versions"),
+        (["publish", "STORE", "step_3", "CHECKPOINT", "--mode", "delta", "--full-every", "1"], 1, "full_every"),
         (["publish", "STORE", "step_3", "CHECKPOINT", "--mode", "magic"], 2, "magic"),
         (["publish", "STORE", "step_3", "CHECKPOINT", "--part-size", "lots"], 2, "not a size"),
         (["snapshot", "ls", "nowhere"], 2, "nowhere"),
@@ -248,7 +332,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(published):
     [
         ["--help"],
         ["publish", "-h"],
-        *([["store", name, "-h"] for name in ("ls", "show", "verify", "diff", "gc", "migrate")]),
+        *([["store", name, "-h"] for name in ("ls", "show", "verify", "diff", "fold", "gc", "migrate")]),
         *([["snapshot", name, "-h"] for name in ("ls", "check", "write", "convert")]),
         ["demo", "-h"],
     ],
@@ -263,8 +347,8 @@ def test_every_command_explains_itself(run, arguments):
 def test_the_demo_proves_every_mode_and_refuses_the_damaged_version(run, run_json):
     status, out, _ = run("demo", "--width", "32")
     assert status == 0
-    assert out.count("yes") == 5
-    assert "refused (digest_mismatch)" in out
+    assert out.count("yes") == 7
+    assert re.search(r"refused \((digest_mismatch|manifest_corrupt)\)", out)
     assert "unchanged, bit for bit" in out
     status, report = run_json("demo", "--width", "16")
     assert status == 0

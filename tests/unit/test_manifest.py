@@ -93,6 +93,43 @@ def test_a_sealed_lie_is_still_a_lie(manifest, lie, said):
         decode_manifest(encode_manifest(lie(manifest)), "m")
 
 
+@pytest.fixture
+def of_delta(store, rng) -> Manifest:
+    state = rng.standard_normal(1000)
+    store.publish("step_1", {"a": state})
+    return store.publish("step_2", {"a": np.append(state[:-1], 1.0)}, mode="delta")
+
+
+def test_a_delta_reads_back_as_it_was_written_and_transfers_its_payload(of_delta):
+    assert decode_manifest(encode_manifest(of_delta), "m") == of_delta
+    (entry,) = of_delta.transfers().values()
+    assert (entry.name, entry.nbytes, entry.digest) == (
+        "delta-00001.bin",
+        of_delta.payload.nbytes,
+        of_delta.payload.digest,
+    )
+    assert of_delta.nbytes == 8000
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (lambda m: msgspec.structs.replace(m, payload=None), "payload None"),
+        (lambda m: msgspec.structs.replace(m, base=None), "base None"),
+        (lambda m: msgspec.structs.replace(m, kind="full"), "kind full"),
+        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, file="../x")), "file name"),
+        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, digest="md5:0")), "digest 'md5:0'"),
+        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, nbytes=-1)), "-1 bytes"),
+        (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version="../x")), "base"),
+        (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version=m.version)), "its own base"),
+        (lambda m: change_tensor(m, digest="xxh3-128:" + "0" * 32), "root digest"),
+    ],
+)
+def test_a_sealed_lie_about_a_delta_is_still_a_lie(of_delta, lie, said):
+    with pytest.raises(ManifestCorrupt, match=said):
+        decode_manifest(encode_manifest(lie(of_delta)), "m")
+
+
 def test_all_problems_are_listed_at_once(manifest):
     wrong = msgspec.structs.replace(change_tensor(manifest, nbytes=8), version="../x", tied={"x": "nobody"})
     with pytest.raises(ManifestCorrupt) as caught:

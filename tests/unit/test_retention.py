@@ -55,6 +55,60 @@ def test_the_bases_of_kept_deltas_stay_all_the_way_down(ten):
     assert keep["step_7"] == "base of step_8"
 
 
+def test_bases_that_lead_in_a_circle_are_kept_and_planning_ends(ten):
+    manifests = [ten.manifest(version) for version in ten.versions()]
+    for index, base in ((8, manifests[9]), (9, manifests[8])):
+        ref = BaseRef(version=base.version, root_digest=base.root_digest)
+        manifests[index] = msgspec.structs.replace(manifests[index], kind="delta", base=ref)
+    assert set(plan_retention(manifests, keep_last=1, keep_full_every=None, newest=None, protect=())) == {
+        "step_9",
+        "step_10",
+    }
+
+
+@pytest.fixture
+def chained(store, rng):
+    """Full versions at step_1 and step_5, deltas in between and after."""
+    state = rng.standard_normal(4000)
+    for number in range(1, 9):
+        state[number] = number
+        store.publish(f"step_{number}", {"w": state}, mode="full" if number == 5 else "auto")
+    assert [store.manifest(version).kind for version in store.versions()] == ["full", *["delta"] * 3] * 2
+    return store
+
+
+def test_gc_keeps_what_the_newest_delta_is_built_on_and_drops_an_older_chain(chained):
+    report = chained.gc(keep_last=1)
+    assert chained.versions() == ["step_5", "step_6", "step_7", "step_8"]
+    assert report.kept["step_5"] == "base of step_6"
+    assert all(chained.verify(version).ok for version in chained.versions())
+
+
+def test_gc_keeps_what_a_protected_delta_is_built_on(chained):
+    chained.gc(keep_last=1, protect=["step_3"])
+    assert chained.versions() == ["step_1", "step_2", "step_3", "step_5", "step_6", "step_7", "step_8"]
+    assert chained.load("step_3")["w"][3] == 3
+
+
+def test_only_full_versions_are_kept_every_so_often(chained):
+    chained.gc(keep_last=1, keep_full_every=3)
+    assert chained.versions() == ["step_1", "step_5", "step_6", "step_7", "step_8"]
+
+
+def test_gc_removes_files_that_no_manifest_knows_and_leaves_the_rest(chained):
+    directory = layout.version_dir(chained.path, "step_8")
+    for name in ("delta-00002.bin", ".manifest.json.tmp"):
+        (directory / name).write_bytes(b"of a fold that died")
+    before = {path.name for path in directory.iterdir()} - {"delta-00002.bin", ".manifest.json.tmp"}
+    damaged = layout.version_dir(chained.path, "step_2")
+    (damaged / "manifest.json").write_bytes(b"{")
+    (damaged / "delta-00002.bin").write_bytes(b"nobody knows what this belongs to")
+    report = chained.gc(keep_last=8)
+    assert report.garbage == ["step_8/.manifest.json.tmp", "step_8/delta-00002.bin"]
+    assert {path.name for path in directory.iterdir()} == before
+    assert (damaged / "delta-00002.bin").exists()
+
+
 def test_a_dry_run_removes_nothing_and_says_what_would_go(ten):
     report = ten.gc(keep_last=9, dry_run=True)
     assert report.removed == ["step_1"]

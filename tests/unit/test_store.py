@@ -193,6 +193,7 @@ def test_bad_input_is_refused_and_leaves_nothing(store, tensors, error, said):
     [
         ({"files": {"manifest.json": b"{}"}}, "names that a version uses"),
         ({"files": {"model-00001-of-00001.safetensors": b""}}, "names that a version uses"),
+        ({"files": {"delta-00001.bin": b""}}, "names that a version uses"),
         ({"files": {"../escape": b""}}, "cannot be called"),
         ({"files": {".hidden": b""}}, "cannot be called"),
         ({"metadata": {"run": 7}}, "texts to texts"),
@@ -215,11 +216,6 @@ def test_a_version_is_never_overwritten(store, tensors):
     with pytest.raises(VersionExists, match="never changes"):
         store.publish("step_1", {"other": np.zeros(3)})
     assert store.manifest("step_1") == before
-
-
-def test_delta_mode_is_refused_until_there_is_one(store, tensors):
-    with pytest.raises(InvalidInput, match="full versions"):
-        store.publish("step_1", tensors, mode="delta")
 
 
 def test_versions_come_in_the_order_of_publication_not_of_names(store):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.console import Console
 
 from weightcast.cli.output import Size, emit, json_option, progress, size
+from weightcast.delta import Packing
 from weightcast.store.checkpoint import Checkpoint
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import PART_NBYTES, Mode, Store
 from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
+
+_POLICY = DeltaPolicy()
 
 
 @click.command(short_help="Publish a checkpoint directory as a version.")
@@ -22,7 +27,28 @@ from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
     type=click.Choice(["full", "delta", "auto"]),
     default="auto",
     show_default=True,
-    help="What to write; auto chooses the cheapest that is available.",
+    help="What to write; auto takes a delta on the newest version where it can, delta fails where it cannot.",
+)
+@click.option(
+    "--full-every",
+    type=click.IntRange(min=1),
+    default=_POLICY.full_every,
+    show_default=True,
+    help="Of so many versions in a row at least one is full.",
+)
+@click.option(
+    "--max-share",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=_POLICY.max_share,
+    show_default=True,
+    help="A delta of this share of the full size, or more, is published as a full version.",
+)
+@click.option(
+    "--packing",
+    type=click.Choice(get_args(Packing)),
+    default=_POLICY.packing,
+    show_default=True,
+    help="How a delta is packed: classes is smaller, gaps is for receivers that hold only slices.",
 )
 @click.option("--step", type=int, help="The training step (default: the number at the end of VERSION).")
 @click.option("--part-size", type=Size(), default=PART_NBYTES, show_default="1GiB", help="Largest size of a part file.")
@@ -39,6 +65,9 @@ def publish(
     version: str,
     checkpoint_dir: Path,
     mode: Mode,
+    full_every: int,
+    max_share: float,
+    packing: Packing,
     step: int | None,
     part_size: int,
     digest: Algorithm,
@@ -53,15 +82,19 @@ def publish(
     example:  weightcast publish /mnt/weights step_100 ./checkpoints/100
     """  # fmt: skip
     total = Checkpoint(checkpoint_dir).nbytes
+    policy = DeltaPolicy(full_every=full_every, max_share=max_share, packing=packing)
     with progress(f"publish {version}", total, as_json=as_json) as advance:
-        manifest = Store(store).publish_checkpoint(
+        manifest = Store(store, delta=policy).publish_checkpoint(
             version, checkpoint_dir, mode, progress=advance, step=step, part_nbytes=part_size, algorithm=digest
         )
 
     def human(console: Console) -> None:
+        written = f"in {len(manifest.parts)} part(s)"
+        if manifest.base is not None and manifest.payload is not None:
+            written = f"as a delta of {size(manifest.payload.nbytes)} on {manifest.base.version}"
         console.print(
-            f"published {manifest.version}: {len(manifest.tensors)} tensors, {size(manifest.nbytes)} "
-            f"in {len(manifest.parts)} part(s), root {manifest.root_digest}"
+            f"published {manifest.version}: {len(manifest.tensors)} tensors, {size(manifest.nbytes)} {written}, "
+            f"root {manifest.root_digest}"
         )
 
     summary = {
@@ -71,6 +104,8 @@ def publish(
         "tensors": len(manifest.tensors),
         "nbytes": manifest.nbytes,
         "parts": len(manifest.parts),
+        "base": manifest.base.version if manifest.base else None,
+        "payload_nbytes": manifest.payload.nbytes if manifest.payload else None,
         "root_digest": manifest.root_digest,
     }
     emit(as_json, summary, human)

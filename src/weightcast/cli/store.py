@@ -1,4 +1,4 @@
-"""`weightcast store`: look at versions, check, compare and prune them."""
+"""`weightcast store`: look at versions, check, compare, fold and prune them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
+from rich.table import Table
 
 from weightcast.cli.output import emit, json_option, progress, short, size, table
+from weightcast.delta import DeltaReport, inspect
 from weightcast.errors import WeightcastError
+from weightcast.store import layout
 from weightcast.store.compare import TensorDiff, VerifyReport
+from weightcast.store.payload import read_payload
 from weightcast.store.store import Store
+from weightcast.wire.manifest import Manifest
 
 _STORE = click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
 
 
 @click.group()
 def store() -> None:
-    """Look at the versions of a store, check, compare and prune them."""
+    """Look at the versions of a store, check, compare, fold and prune them."""
 
 
 @store.command(short_help="List versions in the order of publication.")
@@ -42,6 +48,8 @@ def ls(path: Path, as_json: bool) -> None:
             "kind": listing.manifest.kind,
             "tensors": len(listing.manifest.tensors),
             "nbytes": listing.manifest.nbytes,
+            "base": _base(listing.manifest),
+            "payload_nbytes": listing.manifest.payload.nbytes if listing.manifest.payload else None,
             "created_s": listing.manifest.created_s,
             "root_digest": listing.manifest.root_digest,
         }
@@ -51,18 +59,18 @@ def ls(path: Path, as_json: bool) -> None:
     ]
 
     def human(console: Console) -> None:
-        drawn = table(
-            "", "version", "step", "kind", "tensors", "size", "published", "root digest", right=("step", "tensors", "size")
-        )
+        columns = ("", "version", "step", "kind", "base", "tensors", "size", "payload", "published", "root digest")
+        drawn = table(*columns, right=("step", "tensors", "size", "payload"))
         for listing in listings:
             manifest = listing.manifest
             if manifest is None:
-                drawn.add_row("!", listing.version, "", "damaged", "", "", "", "see: weightcast store verify")
+                drawn.add_row("!", listing.version, "", "damaged", "", "", "", "", "", "see: weightcast store verify")
                 continue
             published = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
             drawn.add_row(
                 "*" if listing.version == newest else "", manifest.version, str(manifest.step), manifest.kind,
-                str(len(manifest.tensors)), size(manifest.nbytes), published, short(manifest.root_digest),
+                _base(manifest) or "", str(len(manifest.tensors)), size(manifest.nbytes),
+                size(manifest.payload.nbytes) if manifest.payload else "", published, short(manifest.root_digest),
             )  # fmt: skip
         console.print(drawn if listings else f"no versions in {path}")
 
@@ -74,25 +82,54 @@ def ls(path: Path, as_json: bool) -> None:
 @click.argument("version", required=False)
 @json_option
 def show(path: Path, version: str | None, as_json: bool) -> None:
-    """Show what VERSION of STORE holds (default: the newest)."""
+    """Show what VERSION of STORE holds (default: the newest). For a delta: what changes, and in which form it is packed."""
     opened = Store(path)
     manifest = opened.manifest(version or opened.newest())
+    changes = inspect(read_payload(layout.version_dir(path, manifest.version), manifest)) if manifest.payload else None
 
     def human(console: Console) -> None:
         console.print(f"version      {manifest.version}   step {manifest.step}   {manifest.kind}   #{manifest.sequence}")
         console.print(f"root digest  {manifest.root_digest}")
-        console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)} in {len(manifest.parts)} part(s)")
+        if changes is None:
+            console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)} in {len(manifest.parts)} part(s)")
+        else:
+            _describe_delta(console, manifest, changes)
         if manifest.files:
             console.print(f"files        {', '.join(file.file for file in manifest.files)}")
-        drawn = table("tensor", "dtype", "shape", "size", "part", "digest", right=("size", "part"))
-        for entry in manifest.tensors:
-            shape = ", ".join(map(str, entry.shape))
-            drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), str(entry.part + 1), entry.digest)
-        for name, holder in manifest.tied.items():
-            drawn.add_row(name, "", "", "", "", f"= {holder}")
-        console.print(drawn)
+        console.print(_tensor_table(manifest, changes))
 
-    emit(as_json, manifest, human)
+    extra = {"delta": _delta_facts(changes)} if changes is not None else {}
+    emit(as_json, {**msgspec.to_builtins(manifest), **extra}, human)
+
+
+def _describe_delta(console: Console, manifest: Manifest, changes: DeltaReport) -> None:
+    base = f"{manifest.base.version} ({manifest.base.root_digest})" if manifest.base else ""
+    share = changes.nbytes / manifest.nbytes if manifest.nbytes else 0.0
+    console.print(f"base         {base}")
+    console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)}")
+    console.print(f"payload      {size(changes.nbytes)}, {share:.3%} of the state, packed as {changes.packing}")
+    console.print(
+        f"changes      {changes.changes}, {changes.density:.4%} of all, {changes.bytes_per_change:.2f} bytes for each"
+    )
+
+
+def _tensor_table(manifest: Manifest, changes: DeltaReport | None) -> Table:
+    columns = ("tensor", "dtype", "shape", "size", *(("form", "changed") if changes else ("part",)), "digest")
+    drawn = table(*columns, right=("size", "part", "changed"))
+    by_name = {tensor.name: tensor for tensor in changes.tensors} if changes else {}
+    for entry in manifest.tensors:
+        found = by_name.get(entry.name)
+        middle = [found.form, f"{found.density:.4%}"] if found else [str(entry.part + 1)]
+        shape = ", ".join(map(str, entry.shape))
+        drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), *middle, entry.digest)
+    for name, holder in manifest.tied.items():
+        drawn.add_row(name, *[""] * (len(columns) - 2), f"= {holder}")
+    return drawn
+
+
+def _delta_facts(changes: DeltaReport) -> dict[str, object]:
+    tensors = [{**asdict(tensor), "density": tensor.density} for tensor in changes.tensors]
+    return {**asdict(changes), "changes": changes.changes, "density": changes.density, "tensors": tensors}
 
 
 @store.command(short_help="Read every byte and compare it with what was published.")
@@ -175,6 +212,53 @@ def _diff_row(tensor: TensorDiff) -> list[str]:
     ]
 
 
+@store.command(short_help="Make a delta version lead from an older base in one step.")
+@_STORE
+@click.argument("version", required=False)
+@click.option("--onto", metavar="BASE", help="The version to lead from (default: the full version it is built on).")
+@json_option
+def fold(path: Path, version: str | None, onto: str | None, as_json: bool) -> None:
+    """Rewrite the delta VERSION of STORE (default: the newest) so that it leads from an older base in one step.
+
+    Its id, its tensors and its root digest stay. The replaced payload stays too, until gc removes it.
+
+    \b
+    example:  weightcast store fold /mnt/weights step_119 --onto step_100
+    """
+    opened = Store(path)
+    chosen = version or opened.newest()
+    before = opened.manifest(chosen)
+    after = opened.fold(chosen, onto=onto)
+
+    def human(console: Console) -> None:
+        if after == before:
+            console.print(f"nothing to fold: {chosen} leads from {_base(after)} in one step")
+        else:
+            console.print(
+                f"folded {chosen}: a delta of {size(_payload_nbytes(after))} on {_base(after)}, "
+                f"before of {size(_payload_nbytes(before))} on {_base(before)}"
+            )
+
+    summary = {
+        "version": chosen,
+        "folded": after != before,
+        "base": _base(after),
+        "base_before": _base(before),
+        "payload_nbytes": _payload_nbytes(after),
+        "payload_nbytes_before": _payload_nbytes(before),
+        "root_digest": after.root_digest,
+    }
+    emit(as_json, summary, human)
+
+
+def _base(manifest: Manifest) -> str | None:
+    return manifest.base.version if manifest.base else None
+
+
+def _payload_nbytes(manifest: Manifest) -> int:
+    return manifest.payload.nbytes if manifest.payload else 0
+
+
 @store.command(short_help="Remove old versions and garbage.")
 @_STORE
 @click.option(
@@ -189,7 +273,7 @@ def _diff_row(tensor: TensorDiff) -> list[str]:
 def gc(
     path: Path, keep_last: int, keep_full_every: int | None, protect: tuple[str, ...], dry_run: bool, as_json: bool
 ) -> None:
-    """Remove old versions of STORE and what interrupted publishes left behind.
+    """Remove old versions of STORE, payloads that a fold replaced, and what interrupted publishes left behind.
 
     The newest version and the bases of kept deltas always stay.
     """
@@ -199,7 +283,7 @@ def gc(
         verb = "would remove" if report.dry_run else "removed"
         console.print(f"{verb} {', '.join(report.removed) or 'no version'}; freed {size(report.freed_nbytes)}")
         if report.garbage:
-            console.print(f"{verb} garbage of interrupted publishes: {', '.join(report.garbage)}")
+            console.print(f"{verb} garbage: {', '.join(report.garbage)}")
         for version, reason in report.kept.items():
             console.print(f"kept {version}: {reason}")
 

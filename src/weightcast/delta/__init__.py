@@ -7,7 +7,7 @@
 docs/delta-format.md describes the bytes.
 """
 
-from weightcast.delta.apply import apply
+from weightcast.delta.apply import apply, move
 from weightcast.delta.container import Packing
 from weightcast.delta.decoder import decode, decode_chain
 from weightcast.delta.edit import Edit, prepare
@@ -36,6 +36,7 @@ __all__ = [
     "fold",
     "inspect",
     "invert",
+    "move",
     "pack",
     "prepare",
     "slice",

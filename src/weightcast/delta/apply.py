@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weightcast.delta.container import read_table
 from weightcast.delta.decoder import decode
-from weightcast.delta.edit import Edit, Memories, prepare
+from weightcast.delta.edit import Edit, Memories, move_tensor, prepare
 from weightcast.delta.memory import memory_of
 from weightcast.delta.sparse import Delta, check_specs
 from weightcast.delta.states import ArrayState, state_root
@@ -39,6 +39,14 @@ def apply(
         _take_back(edit, memories, error)
         raise
     return edit
+
+
+def move(target: Mapping[str, object], delta: Delta) -> None:
+    """Change tensors in place without a proof and without a way back: for private memory, which the caller proves."""
+    memories = {name: memory_of(name, tensor) for name, tensor in target.items()}
+    check_specs(delta.specs, {name: memory.spec for name, memory in memories.items()})
+    for name, tensor in delta.tensors.items():
+        move_tensor(memories[name], tensor)
 
 
 def _take_back(edit: Edit, memories: Memories, error: BaseException) -> None:

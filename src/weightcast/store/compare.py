@@ -9,8 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from weightcast.errors import Corrupt, StorageFailed
-from weightcast.store.reader import VersionReader
+from weightcast.errors import Corrupt, StorageFailed, WeightcastError
+from weightcast.store.catalog import Catalog
+from weightcast.store.payload import payload_of, read_payload
+from weightcast.store.reader import Reader, VersionReader
+from weightcast.store.state_reader import open_version
 from weightcast.tensors.digest import DEFAULT, Hasher
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import BLOCK_NBYTES, from_bytes
@@ -41,9 +44,21 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_version(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> VerifyReport:
-    """Read every byte of a version and compare it with the manifest. All problems are reported, not the first."""
+def verify_version(catalog: Catalog, manifest: Manifest, progress: Progress = no_progress) -> VerifyReport:
+    """Read every byte of a version and compare it with the manifest. All problems are reported, not the first.
+
+    A delta is verified as the state it leads to, so everything that it is built on is read too.
+    """
     report = VerifyReport(version=manifest.version, root_digest=manifest.root_digest)
+    if manifest.kind == "full":
+        _verify_parts(catalog.directory(manifest.version), manifest, report, progress)
+    else:
+        _verify_delta(catalog, manifest, report, progress)
+    _verify_files(catalog.directory(manifest.version), manifest, report)
+    return report
+
+
+def _verify_parts(directory: Path, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
     buffer = memoryview(bytearray(BLOCK_NBYTES))
     with VersionReader(directory, manifest) as reader:
         unreadable: set[int] = set()
@@ -56,6 +71,22 @@ def verify_version(directory: Path, manifest: Manifest, progress: Progress = no_
         for entry in reader.in_order():
             if entry.part not in unreadable:
                 _verify_tensor(reader, entry, buffer, report, progress)
+
+
+def _verify_delta(catalog: Catalog, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
+    buffer = memoryview(bytearray(BLOCK_NBYTES))
+    try:
+        read_payload(catalog.directory(manifest.version), manifest)
+        reader = open_version(catalog, manifest.version)
+    except WeightcastError as error:  # also a base that is missing, or another one: without it there is no state
+        report.problems.append(str(error))
+        return
+    with reader:
+        for entry in reader.in_order():
+            _verify_tensor(reader, entry, buffer, report, progress)
+
+
+def _verify_files(directory: Path, manifest: Manifest, report: VerifyReport) -> None:
     for file in manifest.files:
         try:
             data = (directory / file.file).read_bytes()
@@ -66,13 +97,11 @@ def verify_version(directory: Path, manifest: Manifest, progress: Progress = no_
         hasher.update(data)
         if hasher.digest() != file.digest:
             report.problems.append(f"{directory / file.file}: expected {file.digest}, found {hasher.digest()}.")
-    return report
 
 
-def _verify_tensor(
-    reader: VersionReader, entry: TensorEntry, buffer: memoryview, report: VerifyReport, progress: Progress
-) -> None:
-    hasher = Hasher(reader.manifest.algorithm or DEFAULT)
+def _verify_tensor(reader: Reader, entry: TensorEntry, buffer: memoryview, report: VerifyReport, progress: Progress) -> None:
+    manifest = reader.manifest
+    hasher = Hasher(manifest.algorithm or DEFAULT)
     try:
         for start in range(0, entry.nbytes, len(buffer)):
             block = buffer[: entry.nbytes - start]
@@ -82,8 +111,8 @@ def _verify_tensor(
     except (Corrupt, StorageFailed) as error:
         report.problems.append(f"tensor {entry.name}: {error}")
         return
-    if reader.manifest.algorithm and hasher.digest() != entry.digest:
-        file = reader.manifest.parts[entry.part].file
+    if manifest.algorithm and hasher.digest() != entry.digest:
+        file = payload_of(manifest).file if manifest.kind == "delta" else manifest.parts[entry.part].file
         report.problems.append(f"tensor {entry.name} in {file}: expected {entry.digest}, found {hasher.digest()}.")
         return
     report.tensors += 1
@@ -123,7 +152,7 @@ class VersionDiff:
         return not self.tensors
 
 
-def diff_versions(a: VersionReader, b: VersionReader, progress: Progress = no_progress) -> VersionDiff:
+def diff_versions(a: Reader, b: Reader, progress: Progress = no_progress) -> VersionDiff:
     """Compare two versions element by element; tensors whose digests agree are not read."""
     before, after = a.manifest.by_name(), b.manifest.by_name()
     same_algorithm = a.manifest.algorithm == b.manifest.algorithm is not None
@@ -151,7 +180,7 @@ def _describe(entry: TensorEntry | None) -> str:
     return entry.spec.describe() if entry else ""
 
 
-def _diff_tensor(name: str, a: tuple[VersionReader, TensorEntry], b: tuple[VersionReader, TensorEntry]) -> TensorDiff:
+def _diff_tensor(name: str, a: tuple[Reader, TensorEntry], b: tuple[Reader, TensorEntry]) -> TensorDiff:
     (old_reader, old), (new_reader, new) = a, b
     old_buffer, new_buffer = memoryview(bytearray(BLOCK_NBYTES)), memoryview(bytearray(BLOCK_NBYTES))
     dtype = DType.F32 if old.dtype is DType.C64 else old.dtype  # complex elements are compared as pairs

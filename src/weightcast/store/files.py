@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from types import TracebackType
 
 from weightcast.errors import StorageFailed
 from weightcast.tensors.flat import Buffer
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -112,6 +115,31 @@ def replace_synced(path: Path, data: bytes) -> None:
             aside.unlink(missing_ok=True)
         raise
     sync_dir(path.parent)
+
+
+def put_back(path: Path, before: bytes | None) -> bool:
+    """Undo a replacement that may have happened although it failed: its name was changed, but not made safe.
+
+    `before` is what the file held, None if there was none. False if it could not be undone, so that the file still says
+    what it should not.
+    """
+    try:
+        if _contents(path) != before:
+            if before is None:
+                remove_file(path)
+            else:
+                replace_synced(path, before)
+    except StorageFailed as error:
+        log.warning("put back %s: %s", path, error)
+    return _contents(path) == before
+
+
+def _contents(path: Path) -> bytes | None:
+    with refusals("read", path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
 
 
 def remove_file(path: Path) -> None:

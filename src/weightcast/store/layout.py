@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
-RESERVED = (MANIFEST, INDEX)
+
+_PAYLOAD = re.compile(r"delta-(\d{5,})\.bin")
 
 
 def versions_dir(store: Path) -> Path:
@@ -37,3 +39,24 @@ def part_name(index: int, count: int) -> str:
 def unsealed_part_name(index: int) -> str:
     """The name of a part while the number of parts is not known yet."""
     return f".part-{index + 1:05d}.tmp"
+
+
+def payload_name(number: int) -> str:
+    """The name of a packed delta. A version is published with number 1; each fold writes the next."""
+    return f"delta-{number:05d}.bin"
+
+
+def unsealed_payload_name() -> str:
+    """The name of a packed delta while it is not sure that the version becomes one."""
+    return ".delta.tmp"
+
+
+def next_payload_name(directory: Path) -> str:
+    """A name that no packed delta in a version's directory has, referenced or not."""
+    taken = [int(match[1]) for path in directory.iterdir() if (match := _PAYLOAD.fullmatch(path.name))]
+    return payload_name(1 + max(taken, default=0))
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a version may write a file of this name itself."""
+    return name in (MANIFEST, INDEX) or name.endswith(".safetensors") or _PAYLOAD.fullmatch(name) is not None

@@ -1,62 +1,40 @@
-"""Reading one sealed version by byte range, through bounded buffers."""
+"""Reading one version by byte range, through bounded buffers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from weightcast.clock import Deadline
 from weightcast.errors import PartCorrupt
 from weightcast.store.safetensors_file import SafetensorsFile
 from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays, stream_pieces
 from weightcast.tensors.digest import bytes_digest
-from weightcast.tensors.flat import Array, Pieces, empty, flat_bytes
-from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import Manifest, PartEntry, TensorEntry
+from weightcast.tensors.flat import BLOCK_NBYTES, Array, Pieces, empty, flat_bytes
+from weightcast.wire.manifest import Manifest, TensorEntry
 
 
-class VersionReader:
-    """The parts of a version. A part is checked against the manifest when it is opened; one is open at a time."""
+class Reader(ABC):
+    """A version opened for reading; a context manager. One thread at a time."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._dir, self.manifest = directory, manifest
-        self._file: SafetensorsFile | None = None
-        self._index = -1
-        self._places: list[set[tuple[TensorSpec, int]]] = [set() for _ in manifest.parts]
-        for entry in manifest.tensors:
-            self._places[entry.part].add((entry.spec, entry.offset))
+    def __init__(self, where: str, manifest: Manifest) -> None:
+        self._where, self.manifest = where, manifest
 
-    def open_part(self, index: int) -> SafetensorsFile:
-        """The file of a part, with its size, header and the place of its tensors proved."""
-        if self._file is None or self._index != index:
-            self.close()
-            self._file, self._index = self._checked(index, self.manifest.parts[index]), index
-        return self._file
-
-    def _checked(self, index: int, part: PartEntry) -> SafetensorsFile:
-        path = self._dir / part.file
-        file = SafetensorsFile(path)
-        try:
-            if file.nbytes != part.nbytes:
-                raise PartCorrupt(path, f"it has {file.nbytes} bytes, the manifest says {part.nbytes}")
-            if self.manifest.algorithm and bytes_digest(file.header, self.manifest.algorithm) != part.header_digest:
-                raise PartCorrupt(path, "its header is not the one that was published")
-            if {(place.spec, place.offset) for place in file.places.values()} != self._places[index]:
-                raise PartCorrupt(path, "its header lists other tensors than the manifest")
-        except BaseException:
-            file.close()
-            raise
-        return file
-
+    @abstractmethod
     def in_order(self) -> list[TensorEntry]:
-        """The tensors in the order they lie on the medium."""
-        return sorted(self.manifest.tensors, key=lambda entry: (entry.part, entry.offset, entry.nbytes))
+        """The tensors in the order they are cheapest to read."""
 
+    @abstractmethod
     def read_into(self, entry: TensorEntry, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from `start` on."""
-        self.open_part(entry.part).read_into(buffer, entry.offset + start)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open. Safe twice."""
 
     def load_all(self) -> dict[str, Array]:
         """Every tensor in fresh memory, all digests checked; tied names share one array."""
@@ -65,8 +43,10 @@ class VersionReader:
         for entry in self.in_order():
             array = arrays[entry.name] = empty(entry.spec)
             buffer = flat_bytes(array).data
-            self.read_into(entry, 0, buffer)
-            proof.update(buffer)
+            for start in range(0, entry.nbytes, BLOCK_NBYTES):
+                block = buffer[start : start + BLOCK_NBYTES]
+                self.read_into(entry, start, block)
+                proof.update(block)
             proof.close(entry.name)
         proof.conclude()
         return arrays | {name: arrays[holder] for name, holder in self.manifest.tied.items()}
@@ -88,12 +68,12 @@ class VersionReader:
         buffers: Sequence[memoryview] | None = None,
         check: bool = True,
     ) -> Pieces:
-        """Every byte of the version (or of the named tensors) once, in the order it lies on the medium.
+        """Every byte of the version (or of the named tensors) once, in the order that is cheapest to read.
 
         The pieces rotate through `buffers` (default: one), so a piece is valid until its buffer comes round again. With
         `check`, the iterator ends in `DigestMismatch` if tensors differed from their digests; it lists all of them.
         """
-        what = f"reading version {self.manifest.version} from {self._dir}"
+        what = f"reading version {self.manifest.version} from {self._where}"
         return stream_pieces(self._readables(names), self._proof(check=check), deadline, what=what, buffers=buffers)
 
     def _readables(self, names: Collection[str] | None) -> Readables:
@@ -103,7 +83,39 @@ class VersionReader:
 
     def _proof(self, *, check: bool) -> Proof:
         digests = {entry.name: entry.digest for entry in self.manifest.tensors}
-        return Proof(str(self._dir), digests, self.manifest.algorithm if check else None)
+        return Proof(self._where, digests, self.manifest.algorithm if check else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class VersionReader(Reader):
+    """The parts of a full version. A part is checked against the manifest when it is opened; one is open at a time."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(str(directory), manifest)
+        self._dir = directory
+        self._file: SafetensorsFile | None = None
+        self._index = -1
+        self._by_part = entries_by_part(manifest)
+
+    def open_part(self, index: int) -> SafetensorsFile:
+        """The file of a part, with its size, header and the place of its tensors proved."""
+        if self._file is None or self._index != index:
+            self.close()
+            self._file, self._index = checked_part(self._dir, self.manifest, index, self._by_part[index]), index
+        return self._file
+
+    def in_order(self) -> list[TensorEntry]:
+        """The tensors in the order they lie on the medium."""
+        return sorted(self.manifest.tensors, key=lambda entry: (entry.part, entry.offset, entry.nbytes))
+
+    def read_into(self, entry: TensorEntry, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from `start` on."""
+        self.open_part(entry.part).read_into(buffer, entry.offset + start)
 
     def close(self) -> None:
         """Close the open part. Safe twice."""
@@ -111,8 +123,29 @@ class VersionReader:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> VersionReader:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+def entries_by_part(manifest: Manifest) -> list[list[TensorEntry]]:
+    """The tensors of each part."""
+    by_part: list[list[TensorEntry]] = [[] for _ in manifest.parts]
+    for entry in manifest.tensors:
+        by_part[entry.part].append(entry)
+    return by_part
+
+
+def checked_part(directory: Path, manifest: Manifest, index: int, entries: list[TensorEntry]) -> SafetensorsFile:
+    """Open a part and prove its size, its header and the places of its tensors."""
+    part = manifest.parts[index]
+    path = directory / part.file
+    file = SafetensorsFile(path)
+    try:
+        if file.nbytes != part.nbytes:
+            raise PartCorrupt(path, f"it has {file.nbytes} bytes, the manifest says {part.nbytes}")
+        if manifest.algorithm and bytes_digest(file.header, manifest.algorithm) != part.header_digest:
+            raise PartCorrupt(path, "its header is not the one that was published")
+        places = {(place.spec, place.offset) for place in file.places.values()}
+        if places != {(entry.spec, entry.offset) for entry in entries}:
+            raise PartCorrupt(path, "its header lists other tensors than the manifest")
+    except BaseException:
+        file.close()
+        raise
+    return file

@@ -39,9 +39,13 @@ def plan_retention(
     for version in protect:
         if version in by_version:
             keep.setdefault(version, "protected by the caller")
+    walked: set[str] = set()
     for version in list(keep):
-        manifest = by_version[version]
-        while manifest.base is not None and manifest.base.version in by_version:
-            keep.setdefault(manifest.base.version, f"base of {manifest.version}")
-            manifest = by_version[manifest.base.version]
+        needed: Manifest | None = by_version[version]
+        while needed is not None and needed.version not in walked:
+            walked.add(needed.version)
+            base = by_version.get(needed.base.version) if needed.base is not None else None
+            if base is not None:
+                keep.setdefault(base.version, f"base of {needed.version}")
+            needed = base
     return keep

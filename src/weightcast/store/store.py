@@ -3,78 +3,54 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
 
 from weightcast.clock import Deadline
-from weightcast.errors import (
-    AnyPath,
-    InvalidInput,
-    ManifestCorrupt,
-    StoreNotFound,
-    VersionExists,
-    VersionNotFound,
-    WeightcastError,
-)
+from weightcast.delta import Packing
+from weightcast.errors import AnyPath, ManifestCorrupt
 from weightcast.store import layout
+from weightcast.store.catalog import Catalog, Listing
+from weightcast.store.chain import load_chain, resolve
 from weightcast.store.checkpoint import Checkpoint
 from weightcast.store.compare import Progress, VerifyReport, VersionDiff, diff_versions, no_progress, verify_version
-from weightcast.store.files import make_dir, read_small, remove_dir, remove_file, sync_dir
+from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.files import make_dir, sync_dir
+from weightcast.store.folding import delta_between, fold_version
 from weightcast.store.lock import exclusive
-from weightcast.store.reader import VersionReader
-from weightcast.store.retention import plan_retention
-from weightcast.store.version_file import (
-    TXT_NAME,
-    VersionFile,
-    migrate_version_file,
-    put_back_version_file,
-    raw_version_file,
-    read_version_file,
-    step_of,
-    write_version_file,
-)
-from weightcast.store.writer import NamedTensors, VersionWriter
+from weightcast.store.pruning import GcReport, prune
+from weightcast.store.publishing import Mode, Publisher, Request
+from weightcast.store.reader import Reader
+from weightcast.store.state_reader import open_version
+from weightcast.store.version_file import TXT_NAME, VersionFile, migrate_version_file, write_version_file
+from weightcast.store.writer import NamedTensors
 from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.tensors.flat import Array, Piece
-from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
+from weightcast.wire.manifest import Manifest
+
+__all__ = ["DeltaPolicy", "GcReport", "Listing", "Mode", "Store"]
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["full", "delta", "auto"]
 PART_NBYTES = 1 << 30
 LOCK_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 3600.0
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A version directory that has a manifest: the manifest, or why it cannot be read."""
-
-    version: str
-    manifest: Manifest | None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class GcReport:
-    """What `gc` removed and what it kept, with the reasons."""
-
-    removed: list[str]
-    garbage: list[str]
-    kept: dict[str, str]
-    freed_nbytes: int
-    dry_run: bool
-
-
 class Store:
-    """A directory of versions. Opening one reads and creates nothing; the first `publish` makes the directory."""
+    """A directory of versions. Opening one reads and creates nothing; the first `publish` makes the directory.
 
-    def __init__(self, path: AnyPath, *, lock_timeout: float = LOCK_TIMEOUT_S) -> None:
+    `delta` says when `publish` writes a delta. What is kept of the last published state for that lives as long as this
+    object.
+    """
+
+    def __init__(self, path: AnyPath, *, lock_timeout: float = LOCK_TIMEOUT_S, delta: DeltaPolicy | None = None) -> None:
         self.path = Path(path)
         self._lock_timeout = lock_timeout
+        self._policy = delta or DeltaPolicy()
+        self._catalog = Catalog(self.path)
+        self._publisher = Publisher(self._catalog, self._policy)
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r})"
@@ -100,68 +76,25 @@ class Store:
         iterator may reuse its memory, and none is held longer than it takes to write it. A part holds at most
         `part_nbytes`, unless a single tensor is larger. `step` defaults to the number at the end of the version id, else
         to the count of publications.
+
+        `auto` writes a delta on the newest version where the policy of this store allows one, else a full version, and
+        logs why; `delta` raises `Conflict` instead of writing a full one.
         """
-        check_version_id(version)
-        if mode not in ("full", "auto"):
-            raise InvalidInput(f"mode {mode!r} is not available: this release publishes full versions (full, auto).")
-        if part_nbytes < 1:
-            raise InvalidInput(f"part_nbytes must be positive, not {part_nbytes}.")
-        if not isinstance(step, int | None):
-            raise InvalidInput(f"step must be an integer, not {step!r}.")
-        if not all(isinstance(text, str) for item in (metadata or {}).items() for text in item):
-            raise InvalidInput("metadata must map texts to texts.")
-        started = time.monotonic()
+        request = Request(
+            version=version,
+            tensors=tensors,
+            mode=mode,
+            step=step,
+            files=files or {},
+            metadata=metadata or {},
+            part_nbytes=part_nbytes,
+            algorithm=algorithm,
+        )
         make_dir(self.path)
         if not layout.versions_dir(self.path).is_dir():
             sync_dir(self.path.parent)  # whoever made the directory may have died before it was safe
-        with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
-            manifest = self._publish_locked(
-                version,
-                tensors,
-                step=step,
-                files=files or {},
-                metadata=metadata or {},
-                part_nbytes=part_nbytes,
-                algorithm=algorithm,
-            )
-        log.info(
-            "publish version=%s tensors=%d nbytes=%d parts=%d seconds=%.3f store=%s",
-            version, len(manifest.tensors), manifest.nbytes, len(manifest.parts), time.monotonic() - started, self.path,
-        )  # fmt: skip
-        return manifest
-
-    def _publish_locked(
-        self,
-        version: str,
-        tensors: NamedTensors,
-        *,
-        step: int | None,
-        files: Mapping[str, bytes],
-        metadata: Mapping[str, str],
-        part_nbytes: int,
-        algorithm: Algorithm,
-    ) -> Manifest:
-        if layout.manifest_path(self.path, version).exists():
-            raise VersionExists(
-                f"version {version} is already published in {self.path}, and a version never changes. Publish under another "
-                f"id; if it is not the newest and should be, Store.announce({version!r}) makes it so."
-            )
-        sequence = 1 + max((listing.manifest.sequence for listing in self.listings() if listing.manifest), default=0)
-        writer = VersionWriter(self.path, version, part_nbytes=part_nbytes, algorithm=algorithm)
-        before = raw_version_file(self.path)
-        try:
-            writer.begin()
-            writer.add_all(tensors)
-            for name, data in files.items():
-                writer.add_file(name, data)
-            chosen_step = step_of(version, default=sequence) if step is None else step
-            manifest = writer.seal(sequence=sequence, step=chosen_step, metadata=metadata)
-            write_version_file(self.path, version=version, step=manifest.step)
-        except BaseException:
-            if put_back_version_file(self.path, before):  # else it names the new version, which must then stay
-                writer.abandon()
-            raise
-        return manifest
+        with self._locked():
+            return self._publisher.publish(request)
 
     def publish_checkpoint(
         self,
@@ -194,9 +127,19 @@ class Store:
 
     def announce(self, version: str) -> None:
         """Make a published version the newest: the one that is taken where no version is asked for."""
-        self._check_exists()
-        with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
+        self._catalog.check_exists()
+        with self._locked():
             write_version_file(self.path, version=version, step=self.manifest(version).step)
+
+    def fold(self, version: str | None = None, *, onto: str | None = None) -> Manifest:
+        """Rewrite a delta version (default: the newest) so that it leads from an older base in one step.
+
+        `onto` is one of the versions it is built on, by default the full one. Id, state and root digest stay; versions in
+        between may then be removed by `gc`, and so may the replaced payload, which stays until then for whoever reads it.
+        """
+        self._catalog.check_exists()
+        with self._locked():
+            return fold_version(self._catalog, version or self.newest(), onto, threads=self._policy.threads)
 
     def gc(
         self,
@@ -206,54 +149,26 @@ class Store:
         protect: Collection[str] = (),
         dry_run: bool = False,
     ) -> GcReport:
-        """Remove old versions and what interrupted publishes left behind.
+        """Remove old versions, replaced payloads and what interrupted writers left behind.
 
         `docs/format.md` says what is kept. A version is gone the moment its manifest is; a `gc` that dies leaves garbage
         that the next one removes.
         """
-        self._check_exists()
-        with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
-            manifests = [listing.manifest for listing in self.listings() if listing.manifest]
-            keep = plan_retention(
-                manifests,
-                keep_last=keep_last,
-                keep_full_every=keep_full_every,
-                newest=self._announced(),
-                protect=protect,
+        self._catalog.check_exists()
+        with self._locked():
+            return prune(
+                self._catalog, keep_last=keep_last, keep_full_every=keep_full_every, protect=protect, dry_run=dry_run
             )
-            removed = [manifest.version for manifest in manifests if manifest.version not in keep]
-            garbage = sorted(path.name for path in self._version_dirs() if not (path / layout.MANIFEST).exists())
-            freed = 0
-            for version in [*garbage, *removed]:
-                freed += self._remove(version, dry_run=dry_run)
-            garbage += self._remove_asides(dry_run=dry_run)
-        log.info("gc store=%s removed=%s garbage=%s freed=%d dry_run=%s", self.path, removed, garbage, freed, dry_run)
-        return GcReport(removed=removed, garbage=garbage, kept=keep, freed_nbytes=freed, dry_run=dry_run)
-
-    def _remove(self, version: str, *, dry_run: bool) -> int:
-        directory = layout.version_dir(self.path, version)
-        if dry_run:
-            return sum(file.lstat().st_size for file in directory.iterdir())
-        manifest = directory / layout.MANIFEST
-        freed = manifest.stat().st_size if manifest.exists() else 0
-        remove_file(manifest)
-        sync_dir(directory)  # the version is gone for good before the first of its bytes is
-        return freed + remove_dir(directory)
-
-    def _remove_asides(self, *, dry_run: bool) -> list[str]:
-        """Files that were being written aside when their writer died."""
-        asides = sorted(self.path.glob(".*.tmp"))
-        if not dry_run:
-            for path in asides:
-                remove_file(path)
-        return [path.name for path in asides]
 
     def migrate(self) -> VersionFile | None:
         """Turn a legacy version.txt into version.yaml. None if there is nothing to convert."""
         if not (self.path / TXT_NAME).exists():
             return None
-        with exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout)):
+        with self._locked():
             return migrate_version_file(self.path)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return exclusive(layout.lock_path(self.path), Deadline.after(self._lock_timeout))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -267,45 +182,20 @@ class Store:
 
     def listings(self) -> list[Listing]:
         """Every version directory that has a manifest, readable or not, in the order of publication."""
-        self._check_exists()
-        found = []
-        for path in self._version_dirs():
-            try:
-                found.append(Listing(path.name, self.manifest(path.name)))
-            except VersionNotFound:
-                continue
-            except WeightcastError as error:
-                found.append(Listing(path.name, None, str(error)))
-        return sorted(found, key=lambda item: (item.manifest is None, item.manifest.sequence if item.manifest else 0))
+        return self._catalog.listings()
 
     def manifest(self, version: str) -> Manifest:
         """What a version is. Everything in it was checked against its seal and itself."""
-        check_version_id(version)
-        path = layout.manifest_path(self.path, version)
-        try:
-            manifest = decode_manifest(read_small(path, MAX_MANIFEST_NBYTES), path)
-        except FileNotFoundError:
-            self._check_exists()
-            present = sorted(path.name for path in self._version_dirs() if (path / layout.MANIFEST).exists())
-            raise VersionNotFound(version, self.path, present) from None
-        if manifest.version != version:
-            raise ManifestCorrupt(path, f"it describes version {manifest.version}")
-        return manifest
+        return self._catalog.manifest(version)
 
     def newest(self) -> str:
         """The id of the version that version.yaml names."""
-        self._check_exists()
-        named = read_version_file(self.path)
-        if not layout.manifest_path(self.path, named.version).exists() and named.step is not None:
-            same_step = [item.version for item in self.listings() if item.manifest and item.manifest.step == named.step]
-            if same_step:  # a legacy file knows only the step
-                return same_step[-1]
-        return named.version
+        return self._catalog.newest()
 
     def load(self, version: str | None = None) -> dict[str, Array]:
         """All tensors of a version (default: the newest) in fresh memory, verified. Tied names share one array."""
-        with self.reader(version) as reader:
-            return reader.load_all()
+        chosen = self.newest() if version is None else version
+        return load_chain(self.path, resolve(self._catalog, chosen), threads=self._policy.threads)
 
     def read(self, version: str | None = None, *, timeout: float = READ_TIMEOUT_S) -> Iterator[Piece]:
         """All bytes of a version in pieces of a few MiB, each valid until the next is asked for.
@@ -316,38 +206,36 @@ class Store:
         with self.reader(version) as reader:
             yield from reader.pieces(deadline)
 
-    def reader(self, version: str | None = None) -> VersionReader:
-        """A version opened for reading by byte range."""
-        chosen = self.newest() if version is None else version
-        return VersionReader(layout.version_dir(self.path, chosen), self.manifest(chosen))
+    def reader(self, version: str | None = None) -> Reader:
+        """A version opened for reading by byte range.
+
+        Opening a delta version decodes the payloads that lead to it. Memory: its changes since the full version, about 6
+        bytes each for 16-bit elements; tensors are put together as they are read.
+        """
+        return open_version(self._catalog, self.newest() if version is None else version)
 
     def verify(self, version: str | None = None, *, progress: Progress = no_progress) -> VerifyReport:
-        """Read every byte of a version and compare it with what was published. Look at `ok` of the report."""
+        """Read every byte of a version and compare it with what was published. Look at `ok` of the report.
+
+        A delta version is verified as the state it leads to: with everything that it is built on.
+        """
         chosen = self.newest() if version is None else version
         try:
             manifest = self.manifest(chosen)
         except ManifestCorrupt as error:
             return VerifyReport(version=chosen, problems=[str(error)])
-        return verify_version(layout.version_dir(self.path, chosen), manifest, progress)
+        return verify_version(self._catalog, manifest, progress)
 
     def diff(self, a: str, b: str, *, progress: Progress = no_progress) -> VersionDiff:
         """Which tensors differ between two versions, in how many elements, and how far."""
         with self.reader(a) as first, self.reader(b) as second:
             return diff_versions(first, second, progress)
 
-    def _announced(self) -> str | None:
-        try:
-            return self.newest()
-        except WeightcastError as error:
-            log.warning("gc store=%s goes on without a readable version file: %s", self.path, error)
-            return None
+    def delta_between(self, old: str, new: str, *, packing: Packing | None = None) -> bytes:
+        """One packed delta that leads from one version to another, for a replica that is some versions behind.
 
-    def _version_dirs(self) -> list[Path]:
-        root = layout.versions_dir(self.path)
-        if not root.is_dir():
-            return []
-        return [path for path in root.iterdir() if path.is_dir()]
-
-    def _check_exists(self) -> None:
-        if not self.path.is_dir():
-            raise StoreNotFound(self.path, "the directory does not exist")
+        Where `new` is built on `old`, the deltas between are folded; otherwise both states are compared. Proved against the
+        digests of `new` before it is returned. `packing` defaults to that of this store's policy.
+        """
+        chosen = self._policy.packing if packing is None else packing
+        return delta_between(self._catalog, old, new, packing=chosen, threads=self._policy.threads)

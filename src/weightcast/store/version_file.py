@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from weightcast.errors import VersionFileInvalid, VersionNotSet, WeightcastError
-from weightcast.store.files import read_small, remove_file, replace_synced
+from weightcast.errors import VersionFileInvalid, VersionNotSet
+from weightcast.store.files import put_back, read_small, remove_file, replace_synced
 
 log = logging.getLogger(__name__)
 
@@ -68,20 +68,8 @@ def raw_version_file(directory: Path) -> bytes | None:
 
 
 def put_back_version_file(directory: Path, before: bytes | None) -> bool:
-    """Undo a replacement that may have happened although it failed: its name was changed, but not made safe.
-
-    False if it could not be undone, so that the file still says what it should not.
-    """
-    path = directory / YAML_NAME
-    try:
-        if raw_version_file(directory) != before:
-            if before is None:
-                remove_file(path)
-            else:
-                replace_synced(path, before)
-    except WeightcastError as error:
-        log.warning("put back %s: %s", path, error)
-    return raw_version_file(directory) == before
+    """Undo a replacement of version.yaml that failed. False if the file still says what it should not."""
+    return put_back(directory / YAML_NAME, before)
 
 
 def migrate_version_file(directory: Path) -> VersionFile | None:

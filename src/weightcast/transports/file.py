@@ -7,6 +7,7 @@ from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.store import layout
+from weightcast.store.payload import payload_pieces
 from weightcast.store.reader import VersionReader
 from weightcast.store.store import Store
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
@@ -36,12 +37,15 @@ class FileReceiver:
         return self._store.manifest(version)
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
-        """The bytes in the order they lie in the parts, read ahead in a thread."""
+        """The bytes in the order they lie on the medium, read ahead in a thread: of the parts, or of a delta's payload."""
+        directory = layout.version_dir(self._store.path, manifest.version)
 
         def produce() -> Pieces:
-            directory = layout.version_dir(self._store.path, manifest.version)
-            with VersionReader(directory, manifest) as reader:
-                yield from reader.pieces(deadline, names=names, buffers=ring(BLOCK_NBYTES), check=False)
+            if manifest.payload is None:
+                with VersionReader(directory, manifest) as reader:
+                    yield from reader.pieces(deadline, names=names, buffers=ring(BLOCK_NBYTES), check=False)
+            elif names is None or manifest.payload.file in names:
+                yield from payload_pieces(directory, manifest, deadline, ring(BLOCK_NBYTES))
 
         return prefetched(produce, deadline=deadline, what=f"reading {manifest.version} from {self.url}")
 

@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(entry.nbytes for entry in self.tensors)
 
     def transfers(self) -> dict[str, TensorEntry]:
-        """What a transport moves for this version, by name: its tensors, or the payload of a delta as one tensor of bytes."""
+        """What a transport moves for this version, by name: its tensors, or a delta's payload as one tensor of bytes."""
         if self.payload is None:
             return {entry.name: entry for entry in self.tensors}
         file = self.payload
@@ -162,11 +162,15 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         yield f"kind {manifest.kind} with base {manifest.base}"
     if (manifest.payload is None) != (manifest.kind == "full") or (manifest.payload is not None and manifest.parts):
         yield f"kind {manifest.kind} with payload {manifest.payload} and {len(manifest.parts)} part(s)"
+    if manifest.base is not None and manifest.base.version == manifest.version:
+        yield "it is its own base"
+    if manifest.base is not None and not _VERSION_ID.fullmatch(manifest.base.version):
+        yield f"base {manifest.base.version!r} is not a version id"
     payload = [manifest.payload] if manifest.payload is not None else []
     yield from (
-        f"payload {file.file!r} has digest {file.digest!r}"
+        f"payload {file.file!r} has {file.nbytes} bytes and digest {file.digest!r}"
         for file in payload
-        if not _is_digest(file.digest, manifest.algorithm)
+        if file.nbytes < 0 or not _is_digest(file.digest, manifest.algorithm)
     )
     files = [part.file for part in manifest.parts] + [file.file for file in (*manifest.files, *payload)]
     yield from repeats("file", files)

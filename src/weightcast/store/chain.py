@@ -1,0 +1,156 @@
+"""Chains: a delta version leads over its bases back to a full one. Finding the way, checking it and walking it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.delta import ArrayState, Delta, MovedState, State, decode, fold, move
+from weightcast.delta.lanes import lane_count
+from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
+from weightcast.store import layout
+from weightcast.store.catalog import Catalog
+from weightcast.store.part_state import PartState
+from weightcast.store.payload import read_payload
+from weightcast.store.reader import VersionReader
+from weightcast.store.streaming import Proof
+from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.wire.manifest import Manifest
+
+_PROOF_LANES = 1 << 20  # blocks that stay in the cache between being read and hashed
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A full version and the deltas that lead from it to a version, in the order they are applied."""
+
+    full: Manifest
+    deltas: tuple[Manifest, ...]
+
+    @property
+    def end(self) -> Manifest:
+        """The version that the chain leads to."""
+        return self.deltas[-1] if self.deltas else self.full
+
+    def __len__(self) -> int:
+        """How many versions it has, the full one included."""
+        return 1 + len(self.deltas)
+
+    def split(self, version: str) -> tuple[Chain, tuple[Manifest, ...]] | None:
+        """The chain that ends at one of its versions, and the deltas after that; None if the version is not on it."""
+        versions = [self.full.version, *(manifest.version for manifest in self.deltas)]
+        if version not in versions:
+            return None
+        place = versions.index(version)
+        return Chain(self.full, self.deltas[:place]), self.deltas[place:]
+
+
+def resolve(catalog: Catalog, version: str) -> Chain:
+    """The chain of a version. Every base must be there and be the very state that the delta on it was made on."""
+    manifest = catalog.manifest(version)
+    deltas: list[Manifest] = []
+    while manifest.base is not None:
+        deltas.append(manifest)
+        manifest = _base_of(catalog, manifest)
+        if any(manifest.version == later.version for later in deltas):
+            path = layout.manifest_path(catalog.path, version)
+            raise ManifestCorrupt(path, f"its chain of bases comes back to {manifest.version} and never to a full version")
+    return Chain(manifest, tuple(reversed(deltas)))
+
+
+def _base_of(catalog: Catalog, manifest: Manifest) -> Manifest:
+    base = manifest.base
+    if base is None:
+        raise InvalidInput(f"version {manifest.version} is a full version: it has no base.")
+    try:
+        found = catalog.manifest(base.version)
+    except VersionNotFound as error:
+        where = f"{catalog.path}, where version {manifest.version} needs it as its base"
+        raise VersionNotFound(base.version, where, error.present) from error
+    if found.root_digest != base.root_digest:
+        raise BaseVersionMismatch(
+            version=manifest.version,
+            base=base.version,
+            base_root=base.root_digest,
+            serving=found.version,
+            serving_root=found.root_digest,
+        )
+    return found
+
+
+@contextmanager
+def opened_state(store: Path, chain: Chain, *, threads: int | None = None) -> Iterator[State]:
+    """The state that a chain leads to, read from the medium as it is asked for. Any number of threads may read.
+
+    Memory: the changes since the full version, about 6 bytes each for 16-bit elements. Nothing is proved yet: see `prove`.
+    """
+    with PartState(layout.version_dir(store, chain.full.version), chain.full) as parts:
+        yield moved(parts, fold_deltas(store, chain.deltas, parts, threads=threads))
+
+
+def moved(state: State, folded: Delta | None) -> State:
+    """A state with a delta applied, or as it is."""
+    return state if folded is None else MovedState(state, folded)
+
+
+def fold_deltas(
+    store: Path,
+    deltas: Sequence[Manifest],
+    base: State,
+    *,
+    start: Delta | None = None,
+    threads: int | None = None,
+) -> Delta | None:
+    """Deltas that follow one another as one that leads from `base` to the last. `start` is one that was folded before.
+
+    Payloads are read one at a time, and each is compared with its digest and with what the manifest says of it.
+    """
+    folded = start
+    for manifest in deltas:
+        step = decode_step(store, manifest, moved(base, folded), threads)
+        folded = step if folded is None else fold(folded, step)
+    return folded
+
+
+def decode_step(store: Path, manifest: Manifest, base: State, threads: int | None = None) -> Delta:
+    """The delta that a version is, along the state it was made on; every promise of payload and manifest compared."""
+    payload = read_payload(layout.version_dir(store, manifest.version), manifest)
+    based_on = manifest.base.version if manifest.base else ""
+    try:
+        step = decode(payload, base, threads=threads)
+    except DeltaCorrupt as error:
+        # The payload is what was published, so it is the base that is not.
+        problem = f"version {manifest.version} does not decode along its base {based_on}, whose bytes may be damaged"
+        raise DeltaCorrupt(f"{problem}: {error.problem}") from error
+    promised = (manifest.base.root_digest if manifest.base else "", manifest.root_digest)
+    if (step.base_root, step.new_root) != promised:
+        leads = f"leads from {step.base_root} to {step.new_root}"
+        raise DeltaCorrupt(f"the payload of version {manifest.version} {leads}, its manifest says {' to '.join(promised)}")
+    return step
+
+
+def load_chain(store: Path, chain: Chain, *, threads: int | None = None) -> dict[str, Array]:
+    """All tensors that a chain leads to in fresh memory, proved. Tied names share one array.
+
+    The deltas are applied in place one after another: faster than reading through them folded, for the memory of the state.
+    """
+    with VersionReader(layout.version_dir(store, chain.full.version), chain.full) as reader:
+        loaded = reader.load_all()
+    arrays = {entry.name: loaded[entry.name] for entry in chain.full.tensors}
+    for manifest in chain.deltas:
+        move(arrays, decode_step(store, manifest, ArrayState(arrays), threads))
+    prove(ArrayState(arrays), chain.end, f"version {chain.end.version} in {store}")
+    return arrays | {name: arrays[holder] for name, holder in chain.end.tied.items()}
+
+
+def prove(state: State, manifest: Manifest, where: str) -> None:
+    """Read a whole state and compare it with the digests of a version. Raises `DigestMismatch` listing every tensor."""
+    proof = Proof(where, {entry.name: entry.digest for entry in manifest.tensors}, manifest.algorithm)
+    for entry in manifest.tensors:
+        lanes = lane_count(entry.spec)
+        for start in range(0, lanes, _PROOF_LANES):
+            proof.update(flat_bytes(state.lanes(entry.name, start, min(start + _PROOF_LANES, lanes))).data)
+        proof.close(entry.name)
+    proof.conclude()

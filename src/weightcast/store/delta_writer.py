@@ -1,0 +1,178 @@
+"""Writing a delta version: each tensor is compared with the base as it arrives, and only the changes are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain as chained
+from pathlib import Path
+
+from weightcast.delta import Encoder, State
+from weightcast.delta.container import Table
+from weightcast.delta.lanes import Lanes, lane_count, lane_range
+from weightcast.errors import DigestMismatch, InvalidInput
+from weightcast.store import layout
+from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.draft import Contents, Draft
+from weightcast.store.files import FileWriter, remove_file, rename
+from weightcast.store.replay import replayed
+from weightcast.store.writer import NamedTensors, survey
+from weightcast.tensors.bridges import host_array, spec_of
+from weightcast.tensors.digest import Hasher, array_digest
+from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
+
+log = logging.getLogger(__name__)
+
+Named = tuple[str, object]
+
+
+@dataclass(frozen=True)
+class NoDelta:
+    """Why no delta was written, and how to get the same tensors once more, for a full version.
+
+    `digests` are those of the tensors that were taken from an iterator: given again, they must be the same. What was
+    written of the payload is in `leftover`.
+    """
+
+    why: str
+    tensors: AbstractContextManager[NamedTensors]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    leftover: Path | None = None
+
+    def conclude(self, written: tuple[TensorEntry, ...]) -> None:
+        """The tensors were written: compare those that were given twice, and remove what is left of the payload."""
+        given = [(entry.name, self.digests.get(entry.name, entry.digest), entry.digest) for entry in written]
+        wrong = [item for item in given if item[1] != item[2]]
+        if wrong:
+            raise DigestMismatch("tensors taken back from an unfinished delta", wrong)
+        if self.leftover is not None:
+            remove_file(self.leftover)
+
+
+class DeltaWriter:
+    """The payload of one version, made on `base`, whose state is read while it is written."""
+
+    def __init__(self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy) -> None:
+        self._draft, self._base, self._state, self._policy = draft, base, state, policy
+        self._specs = {entry.name: entry.spec for entry in base.tensors}
+        self._limit = policy.max_share * base.nbytes
+        self._path = draft.directory / layout.unsealed_payload_name()
+        self._entries: dict[str, TensorEntry] = {}
+
+    def write(self, tensors: NamedTensors) -> Contents | NoDelta:
+        """Write the payload of a mapping or an iterator, or say why that is not possible or not worth it."""
+        if not isinstance(tensors, Mapping):
+            if self._base.tied:
+                return NoDelta(f"{self._base.version} has tied names and an iterator has none", nullcontext(tensors))
+            return self._encode(iter(tensors), once=True)
+        specs, tied = survey(tensors)
+        why = next(filter(None, map(self._misfit, specs.values())), None) or self._missing(specs)
+        if why is None and tied != self._base.tied:
+            why = f"its tied names are not those of {self._base.version}"
+        if why is not None:
+            return NoDelta(why, nullcontext(tensors))
+        outcome = self._encode(((name, tensors[name]) for name in specs), once=False)
+        if isinstance(outcome, Contents):
+            return outcome
+        remove_file(self._path)
+        return NoDelta(outcome.why, nullcontext(tensors))
+
+    def _encode(self, tensors: Iterator[Named], *, once: bool) -> Contents | NoDelta:
+        """Encode tensors as they come. `once`: they are borrowed, and a tensor that was taken cannot be had again."""
+        hasher = Hasher(self._draft.algorithm)
+        with FileWriter(self._path) as file, self._encoder(file, hasher) as encoder:
+            why, rest = self._encode_all(encoder, tensors, borrowed=once)
+            if why is not None and not once:
+                return NoDelta(why, nullcontext(()))
+            entries = tuple(self._entries.values())
+            root = compute_root(entries, self._draft.algorithm) if why is None else ""
+            table = encoder.finish(base_root=self._base.root_digest, new_root=root)
+            if why is None:
+                why = self._too_large(file.position)
+            if why is None:
+                file.sync()
+            nbytes = file.position
+        if why is not None:
+            return self._given_back(why, table, rest)
+        name = layout.payload_name(1)
+        rename(self._path, self._draft.directory / name)
+        return Contents(
+            "delta",
+            entries,
+            self._base.tied,
+            base=BaseRef(version=self._base.version, root_digest=self._base.root_digest),
+            payload=FileEntry(file=name, nbytes=nbytes, digest=hasher.digest()),
+            density=_density(table),
+        )
+
+    def _encoder(self, file: FileWriter, hasher: Hasher) -> Encoder:
+        def write(data: bytes) -> None:
+            hasher.update(data)
+            file.write(data)
+
+        return Encoder(write, packing=self._policy.packing, threads=self._policy.threads)
+
+    def _encode_all(
+        self, encoder: Encoder, tensors: Iterator[Named], *, borrowed: bool
+    ) -> tuple[str | None, Iterable[Named]]:
+        """Why it ended early, and the tensors that were not encoded then."""
+        for name, tensor in tensors:
+            spec = spec_of(name, tensor)
+            if name in self._entries:
+                raise InvalidInput(f"tensor {name!r} was given twice for version {self._draft.version}.")
+            why = self._misfit(spec)
+            if why is not None:
+                return why, chained([(name, tensor)], tensors)
+            self._add(encoder, spec, host_array(name, tensor), borrowed=borrowed)
+            why = self._too_large(encoder.nbytes)
+            if why is not None:
+                return why, tensors
+        return self._missing(self._entries), ()
+
+    def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> None:
+        def new(start: int, stop: int) -> Lanes:
+            return lane_range(array, spec.dtype, start, stop)
+
+        digest = array_digest(array, self._draft.algorithm)
+        encoder.add(spec, partial(self._state.lanes, spec.name), new, borrowed=borrowed)
+        self._entries[spec.name] = TensorEntry(
+            name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=spec.nbytes, digest=digest
+        )
+
+    def _given_back(self, why: str, table: Table, rest: Iterable[Named]) -> NoDelta:
+        """An iterator from its beginning: what was encoded is taken back from the payload, then come the rest."""
+
+        def again() -> Generator[Named, None, None]:
+            with closing(replayed(self._path, table, self._state)) as taken:
+                yield from taken
+            yield from rest
+
+        digests = {name: entry.digest for name, entry in self._entries.items()}
+        return NoDelta(why, closing(again()), digests, leftover=self._path)
+
+    def _misfit(self, spec: TensorSpec) -> str | None:
+        there = self._specs.get(spec.name)
+        if there == spec:
+            return None
+        if there is None:
+            return f"{self._base.version} has no tensor {spec.name}"
+        return f"tensor {spec.name} is {spec.describe()}, in {self._base.version} it is {there.describe()}"
+
+    def _missing(self, names: Iterable[str]) -> str | None:
+        missing = sorted(self._specs.keys() - set(names))
+        return f"{len(missing)} tensor(s) of {self._base.version} are missing, {missing[0]} among them" if missing else None
+
+    def _too_large(self, nbytes: int) -> str | None:
+        if nbytes < self._limit:
+            return None
+        return f"its payload has {self._policy.max_share:.0%} of the full size or more (max_share)"
+
+
+def _density(table: Table) -> float:
+    changes = sum(block.changes for chunk in table.chunks for block in chunk.blocks)
+    return changes / max(1, sum(lane_count(spec) for spec in table.specs.values()))

@@ -1,0 +1,112 @@
+"""The last published state, kept from one publish to the next as the base of a delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from weightcast.delta import ArrayState, Delta, State, prepare
+from weightcast.delta.memory import HostMemory
+from weightcast.store import layout
+from weightcast.store.chain import Chain, decode_step, fold_deltas, load_chain, moved, prove
+from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.part_state import PartState
+from weightcast.tensors.flat import Array
+from weightcast.wire.manifest import Manifest
+
+
+class Kept(Protocol):
+    """What is kept of the last state. It is brought up to date when it is needed, and proved whenever it changes.
+
+    So it does not matter who published what in between: what is kept follows the store, or is rebuilt from it.
+    """
+
+    def opened(self, chain: Chain) -> AbstractContextManager[State]:
+        """The state that the chain leads to, for as long as the block runs. Whatever is raised in it drops what is kept."""
+
+    def drop(self) -> None:
+        """Keep nothing: the next use reads everything from the store."""
+
+
+def keep_state(store: Path, policy: DeltaPolicy) -> Kept:
+    """The way of keeping that a policy asks for."""
+    return _KeptInMemory(store, policy.threads) if policy.keep == "memory" else _KeptInStore(store, policy.threads)
+
+
+def _steps_from(chain: Chain, root: str) -> tuple[Manifest, ...] | None:
+    """The deltas from a state on the chain to its end, none if it is the end; None if the state is not on the chain."""
+    for place, manifest in reversed(list(enumerate((chain.full, *chain.deltas)))):
+        if manifest.root_digest == root:
+            return chain.deltas[place:]
+    return None
+
+
+class _KeptInStore:
+    """The parts of the full version on the medium, and in memory the changes since then, folded into one delta."""
+
+    def __init__(self, store: Path, threads: int | None) -> None:
+        self._store, self._threads = store, threads
+        self.drop()
+
+    def drop(self) -> None:
+        self._full_root = self._root = ""
+        self._folded: Delta | None = None
+
+    @contextmanager
+    def opened(self, chain: Chain) -> Iterator[State]:
+        try:
+            with PartState(layout.version_dir(self._store, chain.full.version), chain.full) as parts:
+                self._follow(chain, parts)
+                yield moved(parts, self._folded)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _follow(self, chain: Chain, parts: PartState) -> None:
+        steps = _steps_from(chain, self._root) if self._full_root == chain.full.root_digest else None
+        if steps == ():
+            return
+        if steps is None:
+            self.drop()
+            steps = chain.deltas
+        self._folded = fold_deltas(self._store, steps, parts, start=self._folded, threads=self._threads)
+        prove(moved(parts, self._folded), chain.end, f"version {chain.end.version} in {self._store}")
+        self._full_root, self._root = chain.full.root_digest, chain.end.root_digest
+
+
+class _KeptInMemory:
+    """A private copy of all tensors, which the deltas that were published since are applied to."""
+
+    def __init__(self, store: Path, threads: int | None) -> None:
+        self._store, self._threads = store, threads
+        self.drop()
+
+    def drop(self) -> None:
+        self._root = ""
+        self._arrays: dict[str, Array] = {}
+
+    @contextmanager
+    def opened(self, chain: Chain) -> Iterator[State]:
+        try:
+            self._follow(chain)
+            yield ArrayState(self._arrays)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _follow(self, chain: Chain) -> None:
+        steps = _steps_from(chain, self._root)
+        if steps is None:
+            self.drop()  # before the new copy is made
+            loaded = load_chain(self._store, chain, threads=self._threads)
+            self._arrays = {entry.name: loaded[entry.name] for entry in chain.end.tensors}
+        else:
+            for manifest in steps:
+                step = decode_step(self._store, manifest, ArrayState(self._arrays), self._threads)
+                memories = {name: HostMemory(spec, self._arrays[name]) for name, spec in step.specs.items()}
+                prepare(memories, step).finish(memories)
+            if steps:
+                prove(ArrayState(self._arrays), chain.end, f"version {chain.end.version} in {self._store}")
+        self._root = chain.end.root_digest
