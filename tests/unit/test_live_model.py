@@ -4,7 +4,6 @@ import threading
 import weakref
 
 import ml_dtypes
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from weightcast import LiveModel, State, Store
 from weightcast.clock import Deadline
 from weightcast.errors import (
-    BaseVersionMismatch,
     ClearIncomplete,
     CommitFailed,
     DeadlineExceeded,
@@ -20,7 +18,6 @@ from weightcast.errors import (
     InvalidInput,
     SourceFailed,
     UnknownSource,
-    UnsupportedFormat,
     UpdateFailed,
     UpdateInProgress,
     VersionNotFound,
@@ -30,7 +27,6 @@ from weightcast.errors import (
 )
 from weightcast.store import layout
 from weightcast.transports.file import FileReceiver
-from weightcast.wire.manifest import BaseRef, encode_manifest
 
 MODES = ("copy", "swap", "inplace")
 
@@ -705,33 +701,13 @@ def test_wrong_calls_are_refused_with_the_choices(versions):
         live.update("step_1", source="file://elsewhere/x")
     with pytest.raises(InvalidInput, match="unknown option"):
         live.update("step_1", source=f"file://{versions.path}?speed=11")
-    with pytest.raises(InvalidInput, match="copy, swap or inplace"):
+    with pytest.raises(InvalidInput, match="copy, swap, inplace or delta"):
         live.update("step_1", source=versions, commit="magic")
-    with pytest.raises(InvalidInput, match="copy or swap"):
+    with pytest.raises(InvalidInput, match="copy, swap or delta"):
         live.stage("step_1", source=versions, commit="inplace")
     with pytest.raises(VersionNotFound, match="step_1, step_2"):
         live.update("step_7", source=versions)
     assert live.state is State.READY
-
-
-def test_a_delta_is_refused_on_another_base_and_for_now_on_its_own(versions):
-    live = LiveModel(make(0), source=versions)
-    live.update("step_1")
-    served = versions.manifest("step_1")
-    path = layout.manifest_path(versions.path, "step_2")
-    for base, error in (
-        (BaseRef(version="step_0", root_digest=served.root_digest), BaseVersionMismatch),
-        (BaseRef(version="step_1", root_digest="xxh3-128:" + "0" * 32), BaseVersionMismatch),
-        (BaseRef(version="step_1", root_digest=served.root_digest), UnsupportedFormat),
-    ):
-        delta = msgspec.structs.replace(versions.manifest("step_2") if error else served, kind="delta", base=base)
-        path.write_bytes(encode_manifest(delta))
-        with pytest.raises(error) as caught:
-            live.update("step_2")
-        if error is BaseVersionMismatch:
-            assert base.version in str(caught.value)
-            assert "step_1" in str(caught.value)
-        assert live.version == "step_1"
 
 
 def test_capturing_reads_shapes_only():

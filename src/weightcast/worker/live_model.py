@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 from weightcast.clock import Deadline
 from weightcast.errors import (
@@ -24,14 +23,14 @@ from weightcast.tensors.spec import TensorSpec
 from weightcast.transports.base import Receiver
 from weightcast.transports.registry import Source, open_receiver
 from weightcast.wire.manifest import Manifest
-from weightcast.worker.choose import choose_version
-from weightcast.worker.commits.inplace import InplaceCommit
-from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit
+from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
 from weightcast.worker.fit import FitRules, Group, plan_update
-from weightcast.worker.result import CommitMode, UpdateResult
-from weightcast.worker.serving import Served, StagedUpdate, Stopwatch
-from weightcast.worker.staging import Staging
+from weightcast.worker.result import CommitMode, UpdateResult, finished
+from weightcast.worker.route import choose_version, plan_route
+from weightcast.worker.serving import Served, StagedUpdate, Stopwatch, Torn
+from weightcast.worker.stager import Stager
 from weightcast.worker.states import LegacyStatus, Lifecycle, State
+from weightcast.worker.streamed import StreamedUpdate
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.capture import capture_parts
 
@@ -39,15 +38,16 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 180.0
 
-_STAGED_COMMITS: dict[CommitMode, type[StagedCommit]] = {"copy": CopyCommit, "swap": SwapCommit}
+_STAGED: tuple[CommitMode, ...] = ("copy", "swap", "delta")
 
 
 class LiveModel:
     """A torch module, a list of modules (main and draft) or a mapping of arrays that is updated while it is used.
 
-    A failed update leaves every bit as it was (`copy`, `swap`), or restores the version that was served, or says FAILED
-    (`inplace`): then the model holds no whole version, and the next update from any source recovers it. Parameters must not
-    be changed from outside while an update is staged. One update runs at a time; a second one is refused.
+    A failed update leaves every bit as it was (`copy`, `swap`, `delta`), or restores the version that was served, or says
+    FAILED (`inplace`): then the model holds no whole version, and the next update from any source recovers it. A version
+    that is a delta is followed to what the model holds, else to the nearest full version. Parameters must not be changed
+    from outside while an update is staged, nor between updates by deltas. One update runs at a time; a second is refused.
 
     `source` is where updates come from unless they say otherwise. `device` is where parameters on the meta device get their
     memory. `groups`, `ignore` and `fixed` are described at `FitRules`. `post_load` runs once after each commit, before the
@@ -76,6 +76,8 @@ class LiveModel:
         self._post_load = post_load or (lambda: None)
         self._served: Served | None = None
         self._staged: StagedUpdate | None = None
+        self._spare: Spare | None = None
+        self._torn: Torn | None = None
         self._lifecycle = Lifecycle(State.READY if all(slot.resident for slot in self._slots()) else State.CLEARED)
 
     # -- what it is ----------------------------------------------------------------------------------------------
@@ -127,18 +129,19 @@ class LiveModel:
     ) -> UpdateResult:
         """Bring the model to a version (default: the newest of the source) and wait until it is served.
 
-        `verify_checksum=False` skips comparing payload digests; names, shapes, dtypes, groups and completeness are always
-        checked. A version that is already served is a success, and nothing moves.
+        A delta on what the model holds is scattered into it, whichever of `copy`, `inplace` and `delta` was asked for; with
+        `swap` it moves the spare buffers. `verify_checksum=False` skips comparing payload digests; names, shapes, dtypes,
+        groups and completeness are always checked. A version that is already served is a success, and nothing moves.
         """
-        if commit not in (*_STAGED_COMMITS, "inplace"):
-            raise InvalidInput(f"unknown commit mode {commit!r}: choose copy, swap or inplace.")
+        if commit not in (*_STAGED, "inplace"):
+            raise InvalidInput(f"unknown commit mode {commit!r}: choose copy, swap, inplace or delta.")
         deadline, started = Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (receiver, manifest):
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest):
             if self._serves(manifest):
-                return self._result(manifest, receiver.url, "none", 0, 0, total_s=time.monotonic() - started)
-            if commit == "inplace":
-                return self._stream(receiver, manifest, verify_checksum, deadline, started)
-            staged = self._stage(receiver, manifest, commit, verify_checksum, deadline, started)
+                return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, started=started)
+            if commit == "inplace" and stager.route(manifest, self._served).full is not None:
+                return self._stream(stager, manifest, started)
+            staged = self._stage(stager, manifest, commit, started)
         return self.commit(staged)
 
     def stage(
@@ -151,11 +154,11 @@ class LiveModel:
         timeout: float = TIMEOUT_S,
     ) -> StagedUpdate:
         """The first half of `update`: fetch and verify beside the running model. Follow with `commit` or `abandon`."""
-        if commit not in _STAGED_COMMITS:
-            raise InvalidInput(f"commit mode {commit!r} cannot be staged: choose copy or swap.")
+        if commit not in _STAGED:
+            raise InvalidInput(f"commit mode {commit!r} cannot be staged: choose copy, swap or delta.")
         deadline, started = Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (receiver, manifest):
-            return self._stage(receiver, manifest, commit, verify_checksum, deadline, started)
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest):
+            return self._stage(stager, manifest, commit, started)
 
     def commit(self, staged: StagedUpdate) -> UpdateResult:
         """The second half: make a staged version live, or put everything back and raise `CommitFailed`."""
@@ -179,11 +182,12 @@ class LiveModel:
         except BaseException as error:
             self._undo(staged, error, post_load_ran=post_load_ran)
             raise
-        self._served = Served(staged.manifest, staged.plan, proved=staged.checksum)
+        self._served, self._torn = Served(staged.manifest, staged.plan, proved=staged.checksum), None
+        self._spare = staged.commit.next_spare() if isinstance(staged.commit, DeltaSwapCommit) else None
         self._lifecycle.move("commit", State.READY)
-        return self._result(
-            staged.manifest, staged.source, staged.mode, len(staged.plan.entries), staged.plan.nbytes,
-            stage_s=staged.stage_s, verify_s=verify_s, commit_s=commit_s, total_s=time.monotonic() - staged.started,
+        return finished(
+            staged.manifest.version, self.rank, staged.source, staged.mode, len(staged.plan.entries), staged.nbytes,
+            stage_s=staged.stage_s, verify_s=verify_s, commit_s=commit_s, started=staged.started,
         )  # fmt: skip
 
     def abandon(self, staged: StagedUpdate) -> None:
@@ -192,13 +196,37 @@ class LiveModel:
         self._staged = None
         self._lifecycle.move("abandon", self._lifecycle.resting)
 
+    def recover(self) -> bool:
+        """After a commit that failed and could not be undone: try again to undo it. True if the model is whole again.
+
+        What was there before is kept until this or another update succeeds, and writing it is idempotent, so it may be
+        tried as often as it takes. Every update tries it first.
+        """
+        torn = self._torn
+        if torn is None:
+            return self._lifecycle.resting is not State.FAILED
+        self._lifecycle.begin("recover", State.COMMITTING)
+        try:
+            torn.commit.undo()
+            if torn.post_load_ran:
+                self._post_load()
+        except BaseException as error:
+            self._lifecycle.move("recover", State.FAILED)
+            if not isinstance(error, Exception):
+                raise
+            log.warning("recover rank=%d: what was served before cannot be put back yet: %s", self.rank, error)
+            return False  # the next try, or an update to a full version, mends it
+        self._torn, self._served = None, torn.served
+        self._lifecycle.move("recover", torn.resting)
+        return True
+
     def clear(self) -> None:
         """Free the memory of all parameters and prove it: raises `ClearIncomplete` naming those that others still hold.
 
         The model keeps its shape and takes any version afterwards. Clearing a cleared model is fine.
         """
         self._lifecycle.begin("clear", State.CLEARING)
-        self._served = None
+        self._served = self._spare = self._torn = None
         watched = [(slot, slot.watch()) for slot in self._slots() if slot.resident]
         try:
             for slot, _ in watched:
@@ -222,22 +250,20 @@ class LiveModel:
     @contextmanager
     def _chosen(
         self, source: Source | None, version: str | None, *, verify_checksum: bool, deadline: Deadline
-    ) -> Iterator[tuple[Receiver, Manifest]]:
-        """An open receiver and the version to take from it. A receiver that the caller passed stays open: it is theirs."""
+    ) -> Iterator[tuple[Stager, Manifest]]:
+        """A stager with an open receiver, and the version to take. A receiver that the caller passed stays open."""
+        if self._torn is not None:
+            self.recover()
         given = self._source if source is None else source
         if given is None:
             raise InvalidInput("no source: pass source=… to the call or to LiveModel.")
         receiver = open_receiver(given, rank=self.rank)
         try:
-            serving = self._serving()
-            chosen = choose_version(receiver, version, serving=serving, verify_checksum=verify_checksum, deadline=deadline)
-            yield receiver, chosen
+            manifest = choose_version(receiver, version, verify_checksum=verify_checksum, deadline=deadline)
+            yield Stager(receiver, self._parts, self._rules, verify_checksum, deadline), manifest
         finally:
             if receiver is not given:
                 receiver.close()
-
-    def _serving(self) -> Manifest | None:
-        return self._served.manifest if self._served else None
 
     def _serves(self, manifest: Manifest) -> bool:
         if self._served is None or not self._served.proved or self.state is not State.READY:
@@ -245,28 +271,19 @@ class LiveModel:
         held = self._served.manifest
         return (held.version, held.root_digest) == (manifest.version, manifest.root_digest)
 
-    def _stage(
-        self, receiver: Receiver, manifest: Manifest, mode: CommitMode, checksum: bool, deadline: Deadline, started: float
-    ) -> StagedUpdate:
+    def _stage(self, stager: Stager, manifest: Manifest, mode: CommitMode, started: float) -> StagedUpdate:
         self._lifecycle.begin("stage", State.STAGING)
-        watch = Stopwatch()
+        spare, self._spare = self._spare, None  # it is used up now: back only if the commit succeeds
         try:
-            plan = plan_update(manifest, self._parts, self._rules, swap=mode == "swap")
-            staging = Staging(plan.entries)
-            staging.fill(receiver, manifest, deadline)
-            stage_s = watch.lap()
-            verified = staging.verify(manifest, checksum=checksum)
-            verify_s = watch.lap()
-            commit = _STAGED_COMMITS[mode](plan, verified)
-            commit.prepare()
-            stage_s += watch.lap()
+            ready = stager.stage(manifest, mode, served=self._served, spare=spare)
         except BaseException as error:
             self._lifecycle.move("stage", self._lifecycle.resting)
             _rename_foreign(error, manifest.version)
             raise
         self._staged = StagedUpdate(
-            manifest, plan, mode, checksum, receiver.url, commit, deadline, started, stage_s, verify_s
-        )
+            manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit, ready.nbytes,
+            stager.deadline, started, ready.stage_s, ready.verify_s,
+        )  # fmt: skip
         self._lifecycle.move("stage", State.STAGED)
         return self._staged
 
@@ -281,11 +298,12 @@ class LiveModel:
             if post_load_ran:  # what was derived from the new weights must be derived from the old ones again
                 self._post_load()
         except BaseException as second:  # noqa: BLE001 - whatever it was, the model is torn now, and that is raised
+            self._torn = Torn(staged.commit, self._served, self._lifecycle.resting, post_load_ran)
             self._served = None
             self._lifecycle.move("undo", State.FAILED)
             raise CommitFailed(
                 f"committing {wanted} failed ({cause}) and could not be undone ({type(second).__name__}: {second}). "
-                "The model holds no whole version and must not be used; update it again from any source."
+                "The model holds no whole version and must not be used; update it again from any source, or call recover()."
             ) from error
         self._lifecycle.move("undo", self._lifecycle.resting)
         if isinstance(error, Exception):
@@ -298,34 +316,34 @@ class LiveModel:
             return self.version or "the weights it was made with"
         return "no weights" if self._lifecycle.resting is State.CLEARED else "no whole version"
 
-    def _stream(
-        self, receiver: Receiver, manifest: Manifest, checksum: bool, deadline: Deadline, started: float
-    ) -> UpdateResult:
+    def _stream(self, stager: Stager, manifest: Manifest, started: float) -> UpdateResult:
         plan = plan_update(manifest, self._parts, self._rules, swap=False)
+        route = stager.route(manifest, self._served)
         self._lifecycle.begin("update", State.COMMITTING)
+        self._spare = None
         watch = Stopwatch()
-        inplace = InplaceCommit(plan, receiver, manifest)
+        streamed = StreamedUpdate(stager, route, plan)
         try:
-            inplace.apply(checksum=checksum, deadline=deadline)
+            streamed.apply()
             self._post_load()
         except BaseException as error:
-            self._restore(inplace, receiver, manifest, error, timeout=deadline.seconds)
+            self._restore(streamed, stager.receiver, manifest, error, timeout=stager.deadline.seconds)
             raise
         commit_s = watch.lap()
-        self._served = Served(manifest, plan, proved=checksum)
+        self._served, self._torn = Served(manifest, plan, proved=stager.checksum), None
         self._lifecycle.move("update", State.READY)
-        return self._result(
-            manifest, receiver.url, "inplace", len(plan.entries), plan.nbytes,
-            commit_s=commit_s, total_s=time.monotonic() - started,
+        return finished(
+            manifest.version, self.rank, stager.receiver.url, "inplace", len(plan.entries), streamed.nbytes,
+            commit_s=commit_s, started=started,
         )  # fmt: skip
 
     def _restore(
-        self, inplace: InplaceCommit, receiver: Receiver, manifest: Manifest, error: BaseException, *, timeout: float
+        self, streamed: StreamedUpdate, receiver: Receiver, manifest: Manifest, error: BaseException, *, timeout: float
     ) -> None:
         """After a failed stream: bring back what was served or say FAILED, and raise. Returns if nothing was touched."""
         resting = self._lifecycle.resting
-        inplace.release_adopted()
-        if not inplace.touched or resting is not State.READY:
+        streamed.release_adopted()
+        if not streamed.touched or resting is not State.READY:
             self._lifecycle.move("restore", resting)
             _rename_foreign(error, manifest.version)
             return
@@ -349,31 +367,10 @@ class LiveModel:
         manifest = receiver.manifest(served.manifest.version, deadline=deadline)
         if manifest.root_digest != served.manifest.root_digest:
             raise SourceFailed(f"{receiver.url} has other bytes under the name {manifest.version}")
-        checksum = manifest.algorithm is not None
-        InplaceCommit(served.plan, receiver, manifest).apply(checksum=checksum, deadline=deadline)
+        route = plan_route(receiver, manifest, held=None, deadline=deadline)
+        stager = Stager(receiver, self._parts, self._rules, manifest.algorithm is not None, deadline)
+        StreamedUpdate(stager, route, served.plan).apply()
         self._post_load()
-
-    def _result(
-        self,
-        manifest: Manifest,
-        source: str,
-        mode: CommitMode | Literal["none"],
-        tensors: int,
-        nbytes: int,
-        *,
-        stage_s: float = 0.0,
-        verify_s: float = 0.0,
-        commit_s: float = 0.0,
-        total_s: float,
-    ) -> UpdateResult:
-        log.info(
-            "update version=%s rank=%d mode=%s tensors=%d nbytes=%d stage_s=%.3f verify_s=%.3f commit_s=%.3f via=%s",
-            manifest.version, self.rank, mode, tensors, nbytes, stage_s, verify_s, commit_s, source,
-        )  # fmt: skip
-        return UpdateResult(
-            version=manifest.version, rank=self.rank, source=source, mode=mode, tensors=tensors, bytes=nbytes,
-            stage_s=stage_s, verify_s=verify_s, commit_s=commit_s, total_s=total_s,
-        )  # fmt: skip
 
 
 def _rename_foreign(error: BaseException, version: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-CommitMode = Literal["copy", "swap", "inplace"]
+log = logging.getLogger(__name__)
+
+CommitMode = Literal["copy", "swap", "inplace", "delta"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +17,9 @@ class UpdateResult:
     """One rank's finished update. Times are in seconds.
 
     `stage_s` is receiving into staging memory, `verify_s` proving staged and live bytes, `commit_s` the time in which the
-    live weights were not whole: what an engine must pause for. A version that was already there has mode "none".
+    live weights were not whole: what an engine must pause for. A version that was already there has mode "none". `mode` is
+    what was done: a delta on what the model holds is scattered ("delta") also where `copy` or `inplace` was asked for.
+    `bytes` were fetched.
     """
 
     version: str
@@ -49,3 +55,27 @@ class UpdateResult:
             "update_cost": self.update_cost,
             "total_cost": self.total_cost,
         }
+
+
+def finished(
+    version: str,
+    rank: int,
+    source: str,
+    mode: CommitMode | Literal["none"],
+    tensors: int,
+    nbytes: int,
+    *,
+    started: float,
+    stage_s: float = 0.0,
+    verify_s: float = 0.0,
+    commit_s: float = 0.0,
+) -> UpdateResult:
+    """The result of an update that began at `started` (monotonic) and has just succeeded. It is logged here."""
+    log.info(
+        "update version=%s rank=%d mode=%s tensors=%d nbytes=%d stage_s=%.3f verify_s=%.3f commit_s=%.3f via=%s",
+        version, rank, mode, tensors, nbytes, stage_s, verify_s, commit_s, source,
+    )  # fmt: skip
+    return UpdateResult(
+        version=version, rank=rank, source=source, mode=mode, tensors=tensors, bytes=nbytes,
+        stage_s=stage_s, verify_s=verify_s, commit_s=commit_s, total_s=time.monotonic() - started,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.staged import StagedCommit
 from weightcast.worker.fit import Plan
 from weightcast.worker.result import CommitMode
+from weightcast.worker.states import State
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,21 @@ class StagedUpdate:
     checksum: bool
     source: str
     commit: StagedCommit
+    nbytes: int
     deadline: Deadline
     started: float
     stage_s: float
     verify_s: float
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A commit that failed and whose undoing failed too: enough to try again. `served` is what undoing leads back to."""
+
+    commit: StagedCommit
+    served: Served | None
+    resting: State
+    post_load_ran: bool
 
 
 @dataclass

@@ -79,7 +79,7 @@ def received(
 
     Close it when leaving early: the transport stops then, and not when the garbage collector comes by.
     """
-    wanted = coverage.names if len(coverage.names) < len(manifest.tensors) else None
+    wanted = coverage.names if len(coverage.names) < len(manifest.transfers()) else None
     with closing(receiver.pieces(manifest, deadline=deadline, names=wanted)) as pieces:
         for piece in pieces:
             yield piece, coverage.add(piece)
@@ -90,10 +90,16 @@ def received(
 class Staging:
     """Host memory for the tensors of one update, filled while the model goes on serving."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array] | None = None) -> None:
+        """`arrays` are tensors that are here already and only have to be proved."""
         self._entries = entries
-        self.arrays: dict[str, Array] = {name: empty(entry.spec) for name, entry in entries.items()}
+        self.arrays = dict(arrays) if arrays is not None else {name: empty(entry.spec) for name, entry in entries.items()}
         self._flat: dict[str, Bytes] = {name: flat_bytes(array) for name, array in self.arrays.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for entry in self._entries.values())
 
     def fill(self, receiver: Receiver, manifest: Manifest, deadline: Deadline) -> None:
         """Receive everything. The source may reuse its buffers at once: the bytes are copied here."""

@@ -17,7 +17,9 @@ from weightcast.worker.targets.base import Slot
 
 
 class InplaceCommit:
-    """One streamed commit. `touched` tells whether live bytes have been overwritten, and so whether a failure matters."""
+    """One streamed commit of a full version. `touched` tells whether live bytes have been overwritten, and so whether a
+    failure matters.
+    """
 
     def __init__(self, plan: Plan, receiver: Receiver, manifest: Manifest) -> None:
         self._plan, self._receiver, self._manifest = plan, receiver, manifest

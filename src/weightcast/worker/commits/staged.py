@@ -16,10 +16,9 @@ from weightcast.worker.targets.base import Slot
 class StagedCommit(ABC):
     """One commit. `prepare` runs beside inference; `apply` is what an engine pauses for; `undo` reverts any part of it."""
 
-    def __init__(self, plan: Plan, verified: Verified) -> None:
-        self._plan, self._verified = plan, verified
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._undo: list[Callable[[], None]] = []
-        self._given: set[str] = set()
 
     @abstractmethod
     def prepare(self) -> None:
@@ -34,6 +33,24 @@ class StagedCommit(ABC):
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
+
+    @abstractmethod
+    def prove(self) -> None:
+        """Compare the live bytes with what they should be. If this raises, `undo` is to be called."""
+
+    def _install(self, slot: Slot, memory: object) -> None:
+        former = slot.memory()
+        self._undo.append(lambda: slot.install(former))  # before the step, so that an interrupt between them loses nothing
+        slot.install(memory)
+
+
+class WholeCommit(StagedCommit):
+    """A commit of whole tensors that were staged and verified."""
+
+    def __init__(self, plan: Plan, verified: Verified) -> None:
+        super().__init__(plan)
+        self._verified = verified
+        self._given: set[str] = set()
 
     def prove(self) -> None:
         """Compare the live bytes with what was staged. A slot that took over staged memory is that memory, proved before."""
@@ -57,13 +74,8 @@ class StagedCommit(ABC):
         self._given.add(landing.entry.name)
         return landing.slot.make(staged)
 
-    def _install(self, slot: Slot, memory: object) -> None:
-        former = slot.memory()
-        self._undo.append(lambda: slot.install(former))  # before the step, so that an interrupt between them loses nothing
-        slot.install(memory)
 
-
-class CopyCommit(StagedCommit):
+class CopyCommit(WholeCommit):
     """Copies over live memory, so addresses stay. Slots without memory adopt the staged buffers."""
 
     def prepare(self) -> None:
@@ -85,7 +97,7 @@ class CopyCommit(StagedCommit):
         slot.write(data)
 
 
-class SwapCommit(StagedCommit):
+class SwapCommit(WholeCommit):
     """Switches pointers to a second set of memory in the model's own layout. Captured graphs still see the old addresses."""
 
     def prepare(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from weightcast.delta.memory import LaneMemory
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 
@@ -33,6 +34,12 @@ class Slot(Protocol):
 
     def live(self) -> Array:
         """The live elements with their strides, without a copy on the host. Only while resident."""
+
+    def seen(self, memory: object) -> Array:
+        """The elements of a memory from `make` or `memory`, as `live` shows those of the present one."""
+
+    def lanes(self, memory: object | None = None) -> LaneMemory:
+        """Access to single lanes: of the live memory, or of one from `make` or `memory`."""
 
     def write(self, data: Array) -> None:
         """Copy `data` over the live elements, bit for bit, whatever their strides."""

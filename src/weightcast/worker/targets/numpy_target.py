@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from weightcast.delta.memory import HostMemory, LaneMemory
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.bridges import numpy_bridge
 from weightcast.tensors.flat import Array
@@ -50,6 +51,14 @@ class NumpySlot:
         """The array in the mapping."""
         mapping, key = self._holders[0]
         return cast("Array", mapping[key])
+
+    def seen(self, memory: object) -> Array:
+        """The array itself."""
+        return cast("Array", memory)
+
+    def lanes(self, memory: object | None = None) -> LaneMemory:
+        """The lanes of the array."""
+        return HostMemory(self.spec, self.live() if memory is None else cast("Array", memory))
 
     def write(self, data: Array) -> None:
         """Copy over the array's elements; both sides as integers, so no conversion can touch a NaN."""

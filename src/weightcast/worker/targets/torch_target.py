@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightcast.delta.memory import LaneMemory, memory_of
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.bridges import torch_bridge
 from weightcast.tensors.flat import Array
@@ -55,6 +56,15 @@ class TorchSlot:
     def live(self) -> Array:
         """The elements; a copy if they lie on a device."""
         return torch_bridge.host(_held(self._holders[0]))
+
+    def seen(self, memory: object) -> Array:
+        """The elements of the tensor; a copy if they lie on a device."""
+        return torch_bridge.host(memory)
+
+    def lanes(self, memory: object | None = None) -> LaneMemory:
+        """The lanes of the tensor, where it lies."""
+        tensor = _held(self._holders[0]) if memory is None else cast("torch.Tensor", memory)
+        return memory_of(self.spec.name, tensor.detach())
 
     def write(self, data: Array) -> None:
         """Copy over the live elements. Bits are copied as integers, so no conversion can touch a NaN."""

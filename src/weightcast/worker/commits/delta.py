@@ -1,0 +1,161 @@
+"""`delta`: scatter what changed into the live parameters; and its sister for `swap`, which moves spare buffers instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+
+from weightcast.delta import ArrayState, Delta, MovedState, decode, decode_chain, fold, inspect
+from weightcast.delta.edit import TensorEdit, edit_tensor, move_tensor
+from weightcast.delta.memory import LaneMemory
+from weightcast.delta.states import tensor_digest
+from weightcast.errors import DigestMismatch
+from weightcast.tensors.digest import DEFAULT, array_digest
+from weightcast.tensors.flat import Buffer
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.commits.staged import StagedCommit
+from weightcast.worker.fit import Plan
+from weightcast.worker.targets.base import Slot
+
+
+def live_state(plan: Plan) -> ArrayState:
+    """What the model holds, under the names that a version has for it."""
+    return ArrayState(
+        {entry.name: landing.slot.live() for landing in plan.landings for entry in (landing.entry, *landing.same)}
+    )
+
+
+def can_decode(payloads: Sequence[Buffer], plan: Plan, manifest: Manifest) -> bool:
+    """Whether packed deltas on a version can be decoded along a model. One that ignores tensors of the version can follow
+    only a packing that needs no base.
+    """
+    return _holds_all(plan, manifest) or all(inspect(payload).packing == "gaps" for payload in payloads)
+
+
+def decode_along(payloads: Sequence[Buffer], plan: Plan, manifest: Manifest) -> Delta:
+    """Packed deltas as one, decoded along the live weights, which hold the version that the first is based on."""
+    if _holds_all(plan, manifest):
+        return decode_chain(payloads, live_state(plan))
+    return reduce(fold, (decode(payload) for payload in payloads))
+
+
+def _holds_all(plan: Plan, manifest: Manifest) -> bool:
+    held = {entry.name for landing in plan.landings for entry in (landing.entry, *landing.same)}
+    return held == {entry.name for entry in manifest.tensors}
+
+
+class DeltaCommit(StagedCommit):
+    """Writes new values over the old ones that changed; addresses stay.
+
+    Old and new values are worked out beforehand and written as values, never added: so an interrupted commit can be undone,
+    and undone again, whatever it had reached.
+    """
+
+    def __init__(self, plan: Plan, manifest: Manifest, delta: Delta, *, checksum: bool) -> None:
+        super().__init__(plan)
+        self._manifest, self._delta, self._checksum = manifest, delta, checksum
+        self._edits: list[tuple[LaneMemory, TensorEdit]] = []
+        self._digests: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Work the delta out, and prove what it will lead to before anything is touched."""
+        algorithm = self._manifest.algorithm or DEFAULT
+        after = MovedState(live_state(self._plan), self._delta)
+        for landing in self._plan.landings:
+            name = landing.entry.name
+            change = self._delta.tensors.get(name)
+            if change is not None:
+                memory = landing.slot.lanes()
+                self._edits.append((memory, edit_tensor(memory, change)))
+            if name not in self._digests:
+                touched = change is not None or not self._checksum
+                self._digests[name] = tensor_digest(after, name, algorithm) if touched else landing.entry.digest
+        if self._checksum:
+            expected = {landing.entry.name: landing.entry.digest for landing in self._plan.landings}
+            _compare(f"version {self._manifest.version} as the delta makes it", expected, self._digests)
+
+    def apply(self) -> None:
+        """Write the new values."""
+        for memory, edit in self._edits:
+            self._undo.append(partial(memory.write, edit.indices, edit.before))  # before the step: nothing is lost between
+            memory.write(edit.indices, edit.after)
+
+    def prove(self) -> None:
+        """Compare the whole live state with the manifest, tensors that the delta did not touch included."""
+        algorithm = self._manifest.algorithm or DEFAULT
+        wrong = []
+        for landing in self._plan.landings:
+            expected = self._digests[landing.entry.name]
+            found = array_digest(landing.slot.live(), algorithm)
+            if found != expected:
+                wrong.append((landing.slot.spec.name, expected, found))
+        if wrong:
+            raise DigestMismatch("the live model after the commit", wrong)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """The buffers that a swap took out of the model, and the delta from what they hold to what the model holds."""
+
+    memories: Mapping[int, object]
+    lead: Delta
+
+    def memory(self, slot: Slot) -> object | None:
+        """The spare memory of a slot."""
+        return self.memories.get(id(slot))
+
+
+class DeltaSwapCommit(StagedCommit):
+    """Brings spare buffers up to date while the model serves, and switches to them.
+
+    `spare` are the buffers of the version before, which take both deltas folded; without it they are copied once.
+    """
+
+    def __init__(self, plan: Plan, manifest: Manifest, delta: Delta, *, checksum: bool, spare: Spare | None) -> None:
+        super().__init__(plan)
+        self._manifest, self._delta, self._checksum, self._spare = manifest, delta, checksum, spare
+        self._new: list[object] = []
+        self._former: dict[int, object] = {}
+
+    def prepare(self) -> None:
+        """Move the spare buffers to the new version and prove them, all of them."""
+        slots = [landing.slot for landing in self._plan.landings]
+        spare = self._spare
+        if spare is not None and all(spare.memory(slot) is not None for slot in slots):
+            self._new = [spare.memory(slot) for slot in slots]
+            folded = fold(spare.lead, self._delta)
+        else:
+            self._new = [slot.make(slot.live().copy(order="C")) for slot in slots]
+            folded = self._delta
+        algorithm = self._manifest.algorithm or DEFAULT
+        expected, found = {}, {}
+        for landing, memory in zip(self._plan.landings, self._new, strict=True):
+            change = folded.tensors.get(landing.entry.name)
+            if change is not None:
+                move_tensor(landing.slot.lanes(memory), change)
+            if self._checksum:
+                expected[landing.slot.spec.name] = landing.entry.digest
+                found[landing.slot.spec.name] = array_digest(landing.slot.seen(memory), algorithm)
+        _compare(f"version {self._manifest.version} in the spare buffers", expected, found)
+
+    def apply(self) -> None:
+        """Switch every slot."""
+        for landing, memory in zip(self._plan.landings, self._new, strict=True):
+            former = landing.slot.memory()
+            if former is not None:
+                self._former[id(landing.slot)] = former
+            self._install(landing.slot, memory)
+
+    def prove(self) -> None:
+        """Nothing was written since the spare buffers were proved."""
+
+    def next_spare(self) -> Spare:
+        """What the model held before: the buffers for the next swap."""
+        return Spare(self._former, self._delta)
+
+
+def _compare(where: str, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    wrong = [(name, digest, found[name]) for name, digest in expected.items() if found[name] != digest]
+    if wrong:
+        raise DigestMismatch(where, wrong)

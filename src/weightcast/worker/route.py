@@ -1,0 +1,73 @@
+"""Which version an update is about, and the way there: from a full version or from what the model holds, through deltas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightcast.clock import Deadline
+from weightcast.errors import BaseVersionMismatch, SourceFailed, VerificationUnavailable, VersionNotFound
+from weightcast.transports.base import Receiver
+from weightcast.wire.manifest import BaseRef, Manifest, check_version_id
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way to a version: `full` (None: what the model holds), and then these deltas, in order."""
+
+    manifest: Manifest
+    full: Manifest | None
+    deltas: tuple[Manifest, ...] = ()
+
+
+def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: bool, deadline: Deadline) -> Manifest:
+    """The manifest of the version that was asked for, or of the source's newest. Nothing is changed by a refusal."""
+    wanted = check_version_id(version or receiver.newest())
+    manifest = receiver.manifest(wanted, deadline=deadline)
+    if manifest.version != wanted:
+        raise SourceFailed(
+            f"version {wanted} was asked for, and {receiver.url} offers {manifest.version}. Nothing was changed."
+        )
+    if verify_checksum and manifest.algorithm is None:
+        raise VerificationUnavailable(
+            f"{receiver.url} holds no digests for {wanted}, so its bytes cannot be verified. Convert it to a version "
+            "(weightcast snapshot convert), or pass verify_checksum=False to take it on trust."
+        )
+    return manifest
+
+
+def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline) -> Route:
+    """Follow a delta's bases to what the model holds, or else to the nearest full version.
+
+    Raises `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
+    """
+    deltas: list[Manifest] = []
+    at = manifest
+    while at.base is not None:
+        deltas.insert(0, at)
+        if held is not None and _is_base(held, at.base):
+            return Route(manifest, None, tuple(deltas))
+        at = _base_at(receiver, at, at.base, held, deadline)
+    return Route(manifest, at, tuple(deltas))
+
+
+def _is_base(held: Manifest, base: BaseRef) -> bool:
+    return (held.version, held.root_digest) == (base.version, base.root_digest)
+
+
+def _base_at(receiver: Receiver, delta: Manifest, base: BaseRef, held: Manifest | None, deadline: Deadline) -> Manifest:
+    refusal = BaseVersionMismatch(
+        version=delta.version,
+        base=base.version,
+        base_root=base.root_digest,
+        serving=held.version if held else None,
+        serving_root=held.root_digest if held else None,
+    )
+    try:
+        found = receiver.manifest(base.version, deadline=deadline)
+    except VersionNotFound as error:
+        raise refusal from error
+    if not _is_base(found, base):
+        raise refusal
+    if found.sequence >= delta.sequence:
+        raise SourceFailed(f"{receiver.url} has {delta.version} as a delta on {base.version}, which was published after it.")
+    return found
