@@ -11,7 +11,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(USE) ## Publish three versions and update a live model through every commit mode
+demo: $(USE) ## Publish versions and deltas, and update a live model through every commit mode
 	$(BIN)/weightcast demo
 
 test: $(WORK) ## The whole test suite, in random order

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import click
 
 from weightcast import __version__
+from weightcast.cli.bench import bench
 from weightcast.cli.demo import demo
 from weightcast.cli.publish import publish
 from weightcast.cli.snapshot import snapshot
@@ -36,7 +37,7 @@ def cli(verbose: int) -> None:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", force=True)
 
 
-for command in (publish, store, snapshot, demo):
+for command in (publish, store, snapshot, demo, bench):
     cli.add_command(command)
 
 

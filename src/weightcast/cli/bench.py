@@ -1,0 +1,147 @@
+"""`weightcast bench`: measure, beside what limits it, and say which targets are met."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
+from weightcast.bench.report import Machine, Report, Row
+from weightcast.cli.output import emit, size, table
+
+_Columns = dict[str, Callable[[Row], str]]
+
+
+def _can_be_written(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file that cannot be made before minutes of measuring, not after."""
+    if value is not None and value != "-" and not Path(value).parent.is_dir():
+        raise click.BadParameter(f"{Path(value).parent} is not a directory", context, parameter)
+    return value
+
+
+_OUTPUT = click.option(
+    "--json",
+    "output",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    metavar="FILE|-",
+    callback=_can_be_written,
+    help="Also write JSON to FILE; -: print that and nothing else.",
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this machine. Exit status 1 if a target is missed."""
+
+
+@bench.command(short_help="Size and speed of deltas.")
+@_OUTPUT
+@click.option("--quick", is_flag=True, help="A few seconds on small weights: shows that it works, asserts no speed.")
+@click.option("--elements", type=click.IntRange(min=1 << 16), help="Of the generated weights.  [default: 134217728]")
+@click.option("--steps", type=click.IntRange(min=1), help="To train real weights for.  [default: 20]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def delta(output: str | None, quick: bool, elements: int | None, steps: int | None, seed: int) -> None:
+    """Measure the size and the speed of deltas on real and generated BF16 weights.
+
+    Sizes stand beside the codecs of others and the entropy of the change, speeds beside what NumPy takes to find and to
+    scatter the same changes in the same run.
+    """
+    settings = replace(QUICK if quick else DeltaSettings(), seed=seed)
+    settings = replace(settings, elements=elements or settings.elements, steps=steps or settings.steps)
+    with _status() as say:
+        report = run_delta_bench(settings, say)
+    _show(report, output, _draw_delta_rows)
+
+
+def _show(report: Report, output: str | None, draw_rows: Callable[[Console, Report], None]) -> None:
+    """Print and write a report; ends the command with status 1 if a target was missed."""
+    if output == "-":
+        click.echo(report.to_json(), nl=False)
+    else:
+        if output is not None:
+            Path(output).write_bytes(report.to_json())
+
+        def human(console: Console) -> None:
+            console.print(_machine(report.machine))
+            draw_rows(console, report)
+            _draw_targets(console, report)
+
+        emit(False, None, human)
+    if report.missed:
+        click.get_current_context().exit(1)
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Says on standard error what is being done; nothing where no terminal is attached."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+def _machine(machine: Machine) -> str:
+    packages = [f"{name} {getattr(machine, name) or '-'}" for name in ("python", "numpy", "numba", "zstandard", "torch")]
+    return f"{machine.cpu}, {machine.cores} cores, {size(machine.memory_nbytes)}; {', '.join(packages)}; {machine.backend}"
+
+
+_SIZES: _Columns = {
+    "weights": lambda row: row["workload"],
+    "codec": lambda row: row["codec"],
+    "changed": lambda row: f"{row['density']:.3%}",
+    "size": lambda row: size(row["nbytes"]),
+    "B/change": lambda row: f"{row['bytes_per_change']:.3f}",
+    "full is": lambda row: f"{row['times_smaller_than_full']:.0f}×",
+    "over order-0": lambda row: f"{row['over_order0']:.3f}",
+    "over exponent bound": lambda row: f"{row['over_exponent_bound']:.3f}",
+    "over loose one": lambda row: f"{row['over_loose_exponent_bound']:.3f}",
+}
+_FOLDS: _Columns = {
+    "weights": lambda row: row["workload"],
+    "steps folded": lambda row: str(row["steps"]),
+    "changed": lambda row: f"{row['density']:.3%}",
+    "size": lambda row: size(row["nbytes"]),
+    "singles": lambda row: size(row["singles_nbytes"]),
+    "over singles": lambda row: f"{row['over_singles']:.3f}",
+}
+_SPEEDS: _Columns = {
+    "weights": lambda row: row["workload"],
+    "operation": lambda row: row["operation"],
+    "ms": lambda row: f"{row['ms']:.1f}",
+    "median ms": lambda row: f"{row['median_ms']:.1f}",
+    "spread": lambda row: f"{row['spread']:.0%}",
+    "GB/s": lambda row: f"{row['gb_per_s']:.2f}",
+    "limit": lambda row: row["limit"],
+    "over limit": lambda row: f"{row['over_limit']:.2f}",
+}
+_WORDS = ("weights", "codec", "operation", "limit")
+
+
+def _draw_delta_rows(console: Console, report: Report) -> None:
+    for kind, columns in (("size", _SIZES), ("fold", _FOLDS), ("speed", _SPEEDS)):
+        rows = [row for row in report.rows if row["kind"] == kind]
+        if not rows:
+            continue
+        drawn = table(*columns, right=tuple(name for name in columns if name not in _WORDS))
+        for row in rows:
+            drawn.add_row(*(shown(row) for shown in columns.values()))
+        console.print("")
+        console.print(drawn)
+
+
+def _draw_targets(console: Console, report: Report) -> None:
+    drawn = table("target", "value", "limit", "", right=("value", "limit"))
+    for name, target in report.targets.items():
+        verdict = "ok" if target.ok else "MISSED" if target.asserted else "missed, not asserted"
+        drawn.add_row(name, f"{target.value:.3f}", f"{'≤' if target.at == 'most' else '≥'} {target.limit:g}", verdict)
+    console.print("")
+    console.print(drawn)
+    for note in report.notes:
+        console.print(note)
