@@ -1,4 +1,4 @@
-"""Three versions, one live model, every way to commit, and one version that is damaged."""
+"""Full versions and deltas, one live model, every way to commit, and one version that is damaged."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class DemoRow:
 
     version: str
     how: str
+    nbytes: int
     stage_s: float
     verify_s: float
     commit_s: float
@@ -65,11 +66,23 @@ def _model(width: int) -> torch.nn.Module:
     return torch.nn.Sequential(embedding, *layers, head)
 
 
+def _nudge(model: torch.nn.Module) -> torch.nn.Module:
+    """What an optimizer step of reinforcement learning does: about one weight in a hundred moves to a neighbouring value."""
+    import torch  # noqa: PLC0415
+
+    for parameter in model.parameters():
+        moved = torch.rand(parameter.shape) < 0.01
+        parameter.data.view(torch.int16)[moved] += 1
+    return model
+
+
 def _run(store: Store, width: int) -> DemoReport:
     import torch  # noqa: PLC0415
 
-    for step in (1, 2, 3, 4):
-        store.publish(f"step_{step}", _model(width).state_dict())
+    trainer = _model(width)
+    for step in (1, 2, 3):
+        trainer = _model(width)
+        store.publish(f"step_{step}", trainer.state_dict(), mode="full")
     with torch.device("meta"):
         live = LiveModel(_model(width), source=store)
     rows: list[DemoRow] = []
@@ -79,7 +92,7 @@ def _run(store: Store, width: int) -> DemoReport:
         digest = live.root_digest()
         proved = digest == store.manifest(result.version).root_digest
         times = (result.stage_s, result.verify_s, result.commit_s, result.total_s)
-        rows.append(DemoRow(result.version, how, *times, live_digest=digest, proved=proved))
+        rows.append(DemoRow(result.version, how, result.bytes, *times, live_digest=digest, proved=proved))
 
     record("first load of a meta model: adopts", lambda: live.update("step_1"))
     record("copy: addresses stay", lambda: live.update("step_2", commit="copy"))
@@ -87,20 +100,23 @@ def _run(store: Store, width: int) -> DemoReport:
     record("inplace: no staging memory", lambda: live.update("step_1", commit="inplace"))
     live.clear()
     record("after clear(): adopts again", lambda: live.update("step_3"))
+    store.publish("step_4", _nudge(trainer).state_dict())
+    record("delta: what changed is scattered", lambda: live.update("step_4", commit="delta"))
+    store.publish("step_5", _nudge(trainer).state_dict())
+    record("delta by swap: moves spare buffers", lambda: live.update("step_5", commit="swap"))
+    store.publish("step_6", _nudge(trainer).state_dict())
     before = live.root_digest()
-    refusal = _refused(store, live, "step_4")
+    refusal = _refused(store, live, "step_6")
     manifest = store.manifest("step_3")
     return DemoReport(len(manifest.tensors), manifest.nbytes, rows, refusal, intact=live.root_digest() == before)
 
 
 def _refused(store: Store, live: LiveModel, version: str) -> str:
-    """Flip a byte in the middle of a tensor and try to take the version."""
-    manifest = store.manifest(version)
-    entry = manifest.tensors[0]
-    part = layout.version_dir(store.path, version) / manifest.parts[entry.part].file
-    data = bytearray(part.read_bytes())
-    data[entry.offset + entry.nbytes // 2] ^= 1
-    part.write_bytes(data)
+    """Flip a byte in the middle of a version's largest file and try to take the version."""
+    file = max(layout.version_dir(store.path, version).iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
     try:
         live.update(version)
     except Corrupt as error:
