@@ -10,7 +10,7 @@ import pytest
 from weightcast import Store, delta
 from weightcast.delta import encoder
 from weightcast.errors import Conflict, DigestMismatch, InvalidInput, StorageFailed
-from weightcast.store import delta_writer, layout, replay
+from weightcast.store import chain, delta_writer, layout, replay
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.part_state import PartState
 
@@ -474,3 +474,25 @@ def test_the_log_tells_kind_size_and_density(store, rng, caplog):
     (line,) = [record.getMessage() for record in caplog.records if "version=step_1 kind=" in record.getMessage()]
     assert f"kind=delta tensors={len(states[1])}" in line
     assert f"payload={manifest.payload.nbytes} density=0.0" in line
+
+
+@pytest.mark.parametrize("keep", ["store", "memory"])
+def test_what_was_published_is_followed_without_reading_it_back(tmp_path, rng, keep, monkeypatch):
+    store = Store(tmp_path / "s", delta=DeltaPolicy(keep=keep))
+    states = chain_of(rng, 5)
+    for number, state in enumerate(states[:2]):
+        store.publish(f"step_{number}", state)
+    read = []
+    real = chain.read_payload
+    monkeypatch.setattr(chain, "read_payload", lambda *args: read.append(args) or real(*args))
+    for number, state in enumerate(states[2:], start=2):
+        assert store.publish(f"step_{number}", state).kind == "delta"
+    assert not read
+    for number, state in enumerate(states):
+        assert same_state(store.load(f"step_{number}"), state)
+    monkeypatch.setattr(delta_writer, "_COLLECTED_SHARE", 1 << 40)  # no room to hand changes on: they are read back
+    store.publish("step_5", step_on(states[-1], rng))
+    read.clear()
+    store.publish("step_6", states[0])
+    assert len(read) == 1
+    assert same_state(store.load(), states[0])

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightcast.delta.container import Chunk, Table, frame_of, read_table
 from weightcast.delta.encoder import default_threads
 from weightcast.delta.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
-from weightcast.delta.lanes import Steps, index_dtype, kind_of, lane_count
+from weightcast.delta.lanes import kind_of
 from weightcast.delta.planes import unpack_planes, unpack_raw
-from weightcast.delta.sparse import Delta, TensorDelta, check_specs, fold, normal_form
+from weightcast.delta.runs import Run, assemble
+from weightcast.delta.sparse import Delta, check_specs, fold
 from weightcast.delta.states import MovedState, State, as_state
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer
-from weightcast.tensors.spec import TensorSpec
 
 
 def decode(
@@ -49,7 +48,7 @@ def decode(
             decoded = list(pool.map(job.decode, table.chunks))
     else:
         decoded = [job.decode(chunk) for chunk in table.chunks]
-    return Delta(table.specs, _assemble(table, decoded), table.base_root, table.new_root)
+    return Delta(table.specs, assemble(table.specs, chain(*decoded)), table.base_root, table.new_root)
 
 
 def decode_chain(
@@ -69,20 +68,11 @@ def decode_chain(
     return folded
 
 
-class _Run(NamedTuple):
-    """The changes of one block; `indices` None for a step on every lane."""
-
-    tensor: str
-    start: int
-    indices: NDArray[np.uint32] | None
-    steps: Steps
-
-
 class _ChunkDecoder:
     def __init__(self, view: memoryview, table: Table, state: State | None, kernels: Kernels) -> None:
         self._view, self._table, self._state, self._kernels = view, table, state, kernels
 
-    def decode(self, chunk: Chunk) -> list[_Run]:
+    def decode(self, chunk: Chunk) -> list[Run]:
         frame = frame_of(self._view, chunk)
         kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
         if chunk.form != "sparse":
@@ -91,7 +81,7 @@ class _ChunkDecoder:
             steps = unpack(frame, lanes=block.lanes, width=kind.nbytes)
             if int(np.count_nonzero(steps)) != block.changes:
                 raise DeltaCorrupt(f"a {chunk.form} block of {block.tensor!r} does not have {block.changes} changes")
-            return [_Run(block.tensor, block.start, None, steps)]
+            return [Run(block.tensor, block.start, None, steps)]
         by_class = self._table.packing == "classes"
         groups = unpack_groups(
             frame,
@@ -102,7 +92,7 @@ class _ChunkDecoder:
         )
         return self._by_class(chunk, groups) if by_class else _by_block(chunk, groups)
 
-    def _by_class(self, chunk: Chunk, groups: Groups) -> list[_Run]:
+    def _by_class(self, chunk: Chunk, groups: Groups) -> list[Run]:
         if self._state is None:
             raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
         kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
@@ -117,11 +107,11 @@ class _ChunkDecoder:
                 indices, order = self._kernels.find_by_class(old, kind, gaps, walk, block.changes)
             except ValueError as error:
                 raise DeltaCorrupt(f"{block.tensor!r} does not match its base: {error}") from error
-            runs.append(_Run(block.tensor, block.start, indices, groups.steps[order]))
+            runs.append(Run(block.tensor, block.start, indices, groups.steps[order]))
         return runs
 
 
-def _by_block(chunk: Chunk, groups: Groups) -> list[_Run]:
+def _by_block(chunk: Chunk, groups: Groups) -> list[Run]:
     if groups.counts.tolist() != [block.changes for block in chunk.blocks]:
         raise DeltaCorrupt("the groups of a chunk do not have as many changes as its blocks")
     runs = []
@@ -131,26 +121,5 @@ def _by_block(chunk: Chunk, groups: Groups) -> list[_Run]:
         indices = np.cumsum(groups.gaps[first:end].astype(np.int64) + 1) - 1
         if int(indices[-1]) >= block.lanes:
             raise DeltaCorrupt(f"a change at lane {int(indices[-1])} lies outside of a block of {block.tensor!r}")
-        runs.append(_Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end]))
+        runs.append(Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end]))
     return runs
-
-
-def _assemble(table: Table, decoded: list[list[_Run]]) -> dict[str, TensorDelta]:
-    runs: dict[str, list[_Run]] = {}
-    for chunk in decoded:
-        for run in chunk:
-            runs.setdefault(run.tensor, []).append(run)
-    return {name: _join(spec, runs[name]) for name, spec in table.specs.items() if name in runs}
-
-
-def _join(spec: TensorSpec, runs: list[_Run]) -> TensorDelta:
-    lanes = lane_count(spec)
-    wide = index_dtype(lanes)
-    if len(runs) == 1 and runs[0].indices is None and len(runs[0].steps) == lanes:
-        return normal_form(spec, None, runs[0].steps)
-    indices, steps = [], []
-    for run in sorted(runs, key=lambda run: run.start):
-        inside = np.flatnonzero(run.steps) if run.indices is None else run.indices
-        indices.append(inside.astype(wide) + wide.type(run.start))
-        steps.append(run.steps[inside] if run.indices is None else run.steps)
-    return normal_form(spec, np.concatenate(indices), np.concatenate(steps))

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from weightcast.delta.grouping import ByBlock, ByClass, Changed, Grouping, chang
 from weightcast.delta.kernels import Backend, kernels
 from weightcast.delta.lanes import LaneKind, Lanes, kind_of, lane_count
 from weightcast.delta.planes import pack_planes, pack_raw
+from weightcast.delta.runs import Run, assemble
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
 from weightcast.delta.states import CHUNK_LANES, State, as_state, block_ranges, state_root
 from weightcast.delta.streams import pack_groups
@@ -103,6 +105,16 @@ class _Pending:
     old: Callable[[], Lanes] | None
 
 
+_Frame = tuple[Form, tuple[Block, ...], bytes]
+
+
+class _Encoded(NamedTuple):
+    """A chunk: its frames, and its changes if they are collected."""
+
+    frames: list[_Frame]
+    runs: list[Run]
+
+
 @dataclass
 class _OpenChunk:
     blocks: list[_Pending] = field(default_factory=list)
@@ -112,8 +124,9 @@ class _OpenChunk:
 class Encoder:
     """Packs tensors one after another. Memory: what was written, and two chunks for each thread.
 
-    Small tensors share chunks, so that a delta of many of them costs no more than one of a few. A context manager: leaving
-    it stops the threads.
+    Small tensors share chunks, so that a delta of many of them costs no more than one of a few. The changes are also
+    kept in sparse form, for `delta`, as long as that takes no more than `collect_nbytes`. A context manager: leaving it
+    stops the threads.
     """
 
     def __init__(
@@ -123,14 +136,17 @@ class Encoder:
         packing: Packing,
         threads: int | None = None,
         backend: Backend | None = None,
+        collect_nbytes: int = 0,
     ) -> None:
         self._kernels = kernels(backend)
         self._packing = packing
+        self._runs: list[Run] | None = [] if collect_nbytes else None
+        self._room = collect_nbytes
         self._threads = default_threads() if threads is None else threads
         self._container = ContainerWriter(write, packing)
         self._specs: dict[str, TensorSpec] = {}
         self._open: dict[LaneKind, _OpenChunk] = {}
-        self._jobs: deque[Future[list[tuple[Form, tuple[Block, ...], bytes]]]] = deque()
+        self._jobs: deque[Future[_Encoded]] = deque()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-encode") if self._threads > 1 else None
 
     @property
@@ -169,6 +185,12 @@ class Encoder:
             self._write(self._jobs.popleft())
         return self._container.finish(self._specs, base_root=base_root, new_root=new_root)
 
+    def delta(self, *, base_root: str, new_root: str) -> Delta | None:
+        """What was encoded, in sparse form, after `finish`; None if that was not to be kept, or was too much."""
+        if self._runs is None:
+            return None
+        return Delta(self._specs, assemble(self._specs, self._runs), base_root, new_root)
+
     def __enter__(self) -> Encoder:
         return self
 
@@ -193,7 +215,7 @@ class Encoder:
     def _close_chunk(self, kind: LaneKind) -> None:
         blocks = self._open.pop(kind).blocks
         if self._pool is None:
-            done: Future[list[tuple[Form, tuple[Block, ...], bytes]]] = Future()
+            done: Future[_Encoded] = Future()
             done.set_result(self._encode_chunk(kind, blocks))
             self._write(done)
             return
@@ -201,20 +223,29 @@ class Encoder:
             self._write(self._jobs.popleft())
         self._jobs.append(self._pool.submit(self._encode_chunk, kind, blocks))
 
-    def _write(self, job: Future[list[tuple[Form, tuple[Block, ...], bytes]]]) -> None:
-        for form, blocks, frame in job.result():
-            self._container.add(form, blocks, frame)
+    def _write(self, job: Future[_Encoded]) -> None:
+        encoded = job.result()
+        for frame in encoded.frames:
+            self._container.add(*frame)
+        if self._runs is not None:
+            self._runs += encoded.runs
+            self._room -= sum(run.nbytes for run in encoded.runs)
+            if self._room < 0:
+                self._runs = None
 
-    def _encode_chunk(self, kind: LaneKind, pending: list[_Pending]) -> list[tuple[Form, tuple[Block, ...], bytes]]:
+    def _encode_chunk(self, kind: LaneKind, pending: list[_Pending]) -> _Encoded:
         """The frames of a chunk: one for all blocks that stay sparse, one for each that does not."""
-        frames: list[tuple[Form, tuple[Block, ...], bytes]] = []
+        frames: list[_Frame] = []
         sparse: list[Block] = []
+        runs: list[Run] = []
         groups: Grouping = (ByClass if self._packing == "classes" else ByBlock)(kind, self._kernels)
         for block in pending:
             old = block.old() if block.old is not None else None
             changed = block.changed(groups, old)
             if not len(changed.indices):
                 continue
+            if self._runs is not None:
+                runs.append(Run(block.tensor, block.start, changed.indices, changed.steps))
             described = Block(block.tensor, block.start, block.lanes, len(changed.indices))
             other = self._dense_frame(changed, block.lanes, kind)
             if other is not None:
@@ -224,7 +255,7 @@ class Encoder:
                 groups.add(old, changed)
         if sparse:
             frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
-        return frames
+        return _Encoded(frames, runs)
 
     def _dense_frame(self, changed: Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
         """The frame of a block that is cheaper with a step for every lane; None if it is not."""

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Named = tuple[str, object]
 
+_COLLECTED_SHARE = 16  # of the state: changes up to this are handed on in memory instead of being read back
+
 
 @dataclass(frozen=True)
 class NoDelta:
@@ -108,6 +110,7 @@ class DeltaWriter:
             base=BaseRef(version=self._base.version, root_digest=self._base.root_digest),
             payload=FileEntry(file=name, nbytes=nbytes, digest=hasher.digest()),
             density=_density(table),
+            delta=encoder.delta(base_root=self._base.root_digest, new_root=root),
         )
 
     def _encoder(self, file: FileWriter, hasher: Hasher) -> Encoder:
@@ -115,7 +118,8 @@ class DeltaWriter:
             hasher.update(data)
             file.write(data)
 
-        return Encoder(write, packing=self._policy.packing, threads=self._policy.threads)
+        room = self._base.nbytes // _COLLECTED_SHARE
+        return Encoder(write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room)
 
     def _encode_all(
         self, encoder: Encoder, tensors: Iterator[Named], *, borrowed: bool

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from weightcast.delta import Delta
 from weightcast.errors import InvalidInput, WeightcastError
 from weightcast.store import layout
 from weightcast.store.files import make_dir, remove_dir, replace_synced, sync_dir, write_synced
@@ -39,6 +40,7 @@ class Contents:
     base: BaseRef | None = None
     payload: FileEntry | None = None
     density: float = 1.0  # the share of the state that was written
+    delta: Delta | None = None  # what the payload holds
 
 
 class Draft:

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from weightcast.delta import ArrayState, Delta, State, prepare
-from weightcast.delta.memory import HostMemory
+from weightcast.delta import ArrayState, Delta, State, fold, move
 from weightcast.store import layout
 from weightcast.store.chain import Chain, decode_step, fold_deltas, load_chain, moved, prove
 from weightcast.store.delta_policy import DeltaPolicy
@@ -18,13 +17,16 @@ from weightcast.wire.manifest import Manifest
 
 
 class Kept(Protocol):
-    """What is kept of the last state. It is brought up to date when it is needed, and proved whenever it changes.
+    """What is kept of the last state. It is brought up to date when it is needed, and proved whenever it has changed.
 
     So it does not matter who published what in between: what is kept follows the store, or is rebuilt from it.
     """
 
     def opened(self, chain: Chain) -> AbstractContextManager[State]:
         """The state that the chain leads to, for as long as the block runs. Whatever is raised in it drops what is kept."""
+
+    def advance(self, manifest: Manifest, delta: Delta) -> None:
+        """A version was published on what is kept: follow it without reading it back."""
 
     def drop(self) -> None:
         """Keep nothing: the next use reads everything from the store."""
@@ -51,8 +53,13 @@ class _KeptInStore:
         self.drop()
 
     def drop(self) -> None:
-        self._full_root = self._root = ""
+        self._full_root = self._root = self._proved = ""
         self._folded: Delta | None = None
+
+    def advance(self, manifest: Manifest, delta: Delta) -> None:
+        if self._root and delta.base_root == self._root:
+            self._folded = delta if self._folded is None else fold(self._folded, delta)
+            self._root = manifest.root_digest
 
     @contextmanager
     def opened(self, chain: Chain) -> Iterator[State]:
@@ -66,14 +73,14 @@ class _KeptInStore:
 
     def _follow(self, chain: Chain, parts: PartState) -> None:
         steps = _steps_from(chain, self._root) if self._full_root == chain.full.root_digest else None
-        if steps == ():
-            return
         if steps is None:
             self.drop()
             steps = chain.deltas
         self._folded = fold_deltas(self._store, steps, parts, start=self._folded, threads=self._threads)
-        prove(moved(parts, self._folded), chain.end, f"version {chain.end.version} in {self._store}")
         self._full_root, self._root = chain.full.root_digest, chain.end.root_digest
+        if self._proved != self._root:
+            prove(moved(parts, self._folded), chain.end, f"version {chain.end.version} in {self._store}")
+            self._proved = self._root
 
 
 class _KeptInMemory:
@@ -84,8 +91,14 @@ class _KeptInMemory:
         self.drop()
 
     def drop(self) -> None:
-        self._root = ""
+        self._root = self._proved = ""
         self._arrays: dict[str, Array] = {}
+
+    def advance(self, manifest: Manifest, delta: Delta) -> None:
+        if self._root and delta.base_root == self._root:
+            self._root = ""  # until it is done
+            move(self._arrays, delta)
+            self._root = manifest.root_digest
 
     @contextmanager
     def opened(self, chain: Chain) -> Iterator[State]:
@@ -102,11 +115,11 @@ class _KeptInMemory:
             self.drop()  # before the new copy is made
             loaded = load_chain(self._store, chain, threads=self._threads)
             self._arrays = {entry.name: loaded[entry.name] for entry in chain.end.tensors}
+            self._proved = chain.end.root_digest
         else:
             for manifest in steps:
-                step = decode_step(self._store, manifest, ArrayState(self._arrays), self._threads)
-                memories = {name: HostMemory(spec, self._arrays[name]) for name, spec in step.specs.items()}
-                prepare(memories, step).finish(memories)
-            if steps:
-                prove(ArrayState(self._arrays), chain.end, f"version {chain.end.version} in {self._store}")
+                move(self._arrays, decode_step(self._store, manifest, ArrayState(self._arrays), self._threads))
         self._root = chain.end.root_digest
+        if self._proved != self._root:
+            prove(ArrayState(self._arrays), chain.end, f"version {chain.end.version} in {self._store}")
+            self._proved = self._root

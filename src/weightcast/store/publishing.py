@@ -85,12 +85,21 @@ class Publisher:
             if put_back_version_file(path, before):  # else it names the new version, which must then stay
                 draft.abandon()
             raise
+        self._follow(manifest, contents)
         log.info(
             "publish version=%s kind=%s tensors=%d nbytes=%d parts=%d payload=%d density=%.6f seconds=%.3f store=%s",
             version, manifest.kind, len(manifest.tensors), manifest.nbytes, len(manifest.parts),
             manifest.payload.nbytes if manifest.payload else 0, contents.density, time.monotonic() - started, path,
         )  # fmt: skip
         return manifest
+
+    def _follow(self, manifest: Manifest, contents: Contents) -> None:
+        try:
+            if contents.delta is not None:
+                self._kept.advance(manifest, contents.delta)
+        except MemoryError as error:  # the version is published; what is kept can be read back
+            log.warning("publish version=%s drops what it kept of the last state: %s", manifest.version, error)
+            self._kept.drop()
 
     def _write(self, draft: Draft, request: Request) -> Contents:
         if request.mode == "full":

@@ -22,6 +22,7 @@ class ClassLoops(NamedTuple):
 
 
 def _finder(lane: Any, shift: int, mask: int) -> Callable[..., int]:
+    bits, per_word, tables, count = lane.bitwidth, 64 // lane.bitwidth, 4, mask + 1
 
     @compiled(
         I64(
@@ -47,35 +48,25 @@ def _finder(lane: Any, shift: int, mask: int) -> Callable[..., int]:
         steps: Any,
         classes: Any,
     ) -> int:
-        """`_find` and `gaps` in one pass over memory. Where nothing differs, lanes are only counted, in four tables, so that
-        two lanes of a class in a row do not wait for each other.
+        """`_find` and `_gap_counter` in one pass over memory. A word in which nothing differs is only counted, its lanes in
+        different tables, so that lanes of one class do not wait for each other.
         """
         found = 0
-        per_word = 8 // old.itemsize
-        fours = old_words.size // 4
-        second, third, fourth = np.zeros_like(since), np.zeros_like(since), np.zeros_like(since)
-        before = np.zeros_like(since)  # what the four tables had counted at the last change of each class
-        for four in range(fours + 1):
-            first = 4 * four
-            start, stop = first * per_word, (first + 4) * per_word
-            if four == fours:
-                stop = old.size
-            elif (
-                (old_words[first] ^ new_words[first])
-                | (old_words[first + 1] ^ new_words[first + 1])
-                | (old_words[first + 2] ^ new_words[first + 2])
-                | (old_words[first + 3] ^ new_words[first + 3])
-            ) == np.uint64(0):
-                for at in range(start, stop, 4):
-                    since[np.uintp((old[at] >> shift) & mask)] += np.uint32(1)
-                    second[np.uintp((old[at + 1] >> shift) & mask)] += np.uint32(1)
-                    third[np.uintp((old[at + 2] >> shift) & mask)] += np.uint32(1)
-                    fourth[np.uintp((old[at + 3] >> shift) & mask)] += np.uint32(1)
-                continue
-            for at in range(start, stop):
+        counts = np.zeros(tables * count, dtype=np.uint32)
+        counts[:count] = since
+        before = np.zeros(count, dtype=np.uint32)  # what all tables had counted at the last change of each class
+        for word in range(old_words.size + 1):
+            if word < old_words.size:
+                lanes = old_words[np.uintp(word)]
+                if lanes == new_words[np.uintp(word)]:
+                    for place in range(per_word):
+                        own = np.uintp((lanes >> np.uint64(place * bits + shift)) & np.uint64(mask))
+                        counts[np.uintp(place % tables * count) + own] += np.uint32(1)
+                    continue
+            for at in range(word * per_word, min((word + 1) * per_word, old.size)):
                 own = np.uintp((old[at] >> shift) & mask)
                 if old[at] == new[at]:
-                    since[own] += np.uint32(1)
+                    counts[own] += np.uint32(1)
                     continue
                 if found < indices.size:
                     x, y = np.int64(old[at]), np.int64(new[at])
@@ -83,13 +74,17 @@ def _finder(lane: Any, shift: int, mask: int) -> Callable[..., int]:
                         x ^= flip
                     if y < 0:
                         y ^= flip
-                    counted = since[own] + second[own] + third[own] + fourth[own]
+                    counted = np.uint32(0)
+                    for table in range(tables):
+                        counted += counts[np.uintp(table * count) + own]
                     indices[found], steps[found] = at, y - x
                     gaps[found], classes[found] = counted - before[own], own
                     before[own] = counted
                 found += 1
-        for each in range(since.size):
-            since[each] += second[each] + third[each] + fourth[each] - before[each]
+        for each in range(count):
+            since[each] = (
+                counts[each] + counts[each + count] + counts[each + 2 * count] + counts[each + 3 * count] - before[each]
+            )
         return found
 
     return find
