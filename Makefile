@@ -14,8 +14,8 @@ help: ## Say what each target does
 demo: $(USE) ## Publish versions and deltas, and update a live model through every commit mode
 	$(BIN)/weightcast demo
 
-test: $(WORK) ## The whole test suite, in random order
-	$(BIN)/pytest -m "not slow" --cov --cov-report= --cov-fail-under=93
+test: $(WORK) ## The whole test suite, in random order, on two processes
+	$(BIN)/pytest -m "not slow" -n 2 --cov --cov-report= --cov-fail-under=93
 
 bench: $(WORK) ## Measure the delta codec on real weights, with its limits in the same run
 	$(INSTALL) -e '.[torch,fast,test,lint,bench]'

@@ -406,3 +406,16 @@ def test_a_decoded_delta_does_not_borrow_the_buffer_it_came_in(rng):
         target = {"w": old.copy()}
         delta.apply(target, sparse)
         assert same(target, {"w": new})
+
+
+def test_without_a_place_for_compiled_code_kernels_are_compiled_all_the_same(monkeypatch, caplog):
+    jit = pytest.importorskip("weightcast.delta.kernels.jit")
+    caching = pytest.importorskip("numba.core.caching")
+    monkeypatch.setattr(caching.FunctionCache._impl_class, "_locator_classes", [])
+    jit.can_cache.cache_clear()
+    try:
+        double = jit.compiled(jit.I64(jit.I64))(lambda number: 2 * number)
+        assert double(21) == 42
+        assert "compiled anew" in caplog.text
+    finally:
+        jit.can_cache.cache_clear()

@@ -26,7 +26,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
 from weightcast.worker.fit import FitRules, Group, plan_update
 from weightcast.worker.result import CommitMode, UpdateResult, finished
-from weightcast.worker.route import choose_version, plan_route
+from weightcast.worker.route import Route, choose_version, plan_route
 from weightcast.worker.serving import Served, StagedUpdate, Stopwatch, Torn
 from weightcast.worker.stager import Stager
 from weightcast.worker.states import LegacyStatus, Lifecycle, State
@@ -139,8 +139,10 @@ class LiveModel:
         with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest):
             if self._serves(manifest):
                 return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, started=started)
-            if commit == "inplace" and stager.route(manifest, self._served).full is not None:
-                return self._stream(stager, manifest, started)
+            if commit == "inplace":
+                route = stager.route(manifest, self._served)
+                if route.full is not None:
+                    return self._stream(stager, route, started)
             staged = self._stage(stager, manifest, commit, started)
         return self.commit(staged)
 
@@ -316,9 +318,9 @@ class LiveModel:
             return self.version or "the weights it was made with"
         return "no weights" if self._lifecycle.resting is State.CLEARED else "no whole version"
 
-    def _stream(self, stager: Stager, manifest: Manifest, started: float) -> UpdateResult:
+    def _stream(self, stager: Stager, route: Route, started: float) -> UpdateResult:
+        manifest = route.manifest
         plan = plan_update(manifest, self._parts, self._rules, swap=False)
-        route = stager.route(manifest, self._served)
         self._lifecycle.begin("update", State.COMMITTING)
         self._spare = None
         watch = Stopwatch()

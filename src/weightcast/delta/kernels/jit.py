@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,7 +33,19 @@ U8, U32, U64, I64 = types.uint8, types.uint32, types.uint64, types.int64
 
 def compiled(*signatures: Any) -> Callable[[Function], Function]:
     """Compile now, for exactly these types, or load from the cache: nothing is compiled in the middle of an update."""
-    return cast("Callable[[Function], Function]", numba.njit(list(signatures), nogil=True, cache=True, error_model="numpy"))
+    wrapper = numba.njit(list(signatures), nogil=True, cache=can_cache(), error_model="numpy")
+    return cast("Callable[[Function], Function]", wrapper)
+
+
+@cache
+def can_cache() -> bool:
+    """Whether there is a place to keep compiled code: beside the package, or in the user's cache directory."""
+    try:
+        numba.njit(cache=True)(lambda: None)
+    except RuntimeError as error:
+        log.warning("delta kernels are compiled anew in every process, which takes some seconds: %s", error)
+        return False
+    return True
 
 
 @intrinsic
