@@ -174,7 +174,7 @@ class DeltaWriter:
     def _too_large(self, nbytes: int) -> str | None:
         if nbytes < self._limit:
             return None
-        return f"its payload has {self._policy.max_share:.0%} of the full size or more (max_share)"
+        return f"its payload would be {self._policy.max_share:g} of the full size or more (max_share)"
 
 
 def _density(table: Table) -> float:
