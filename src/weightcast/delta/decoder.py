@@ -96,10 +96,12 @@ class _ChunkDecoder:
         if self._state is None:
             raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
         kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
-        starts = np.concatenate([[0], np.cumsum(groups.counts)[:-1]]) + np.arange(kind.classes)
+        starts = np.concatenate([[0], np.cumsum(groups.counts)[:-1]])
         gaps = np.full(len(groups.gaps) + kind.classes, ENDLESS, dtype=np.uint32)
-        gaps[np.arange(len(groups.gaps)) + np.repeat(np.arange(kind.classes), groups.counts)] = groups.gaps
-        walk = ClassWalk(starts, gaps)
+        for name in np.flatnonzero(groups.counts).tolist():  # the gaps of each class, and one that never ends
+            first, count = int(starts[name]), int(groups.counts[name])
+            gaps[first + name : first + name + count] = groups.gaps[first : first + count]
+        walk = ClassWalk(starts + np.arange(kind.classes), gaps)
         runs = []
         for block in chunk.blocks:
             old = self._state.lanes(block.tensor, block.start, block.start + block.lanes)

@@ -21,6 +21,13 @@ class Run(NamedTuple):
     indices: NDArray[np.uint32] | None
     steps: Steps
 
+    def sparse(self) -> tuple[NDArray[np.uint32], Steps]:
+        """The indices in the block and the steps there, without zeros."""
+        if self.indices is not None:
+            return self.indices, self.steps
+        found = np.flatnonzero(self.steps)
+        return found.astype(np.uint32), self.steps[found]
+
     @property
     def nbytes(self) -> int:
         """Memory that this takes."""
@@ -40,9 +47,12 @@ def _join(spec: TensorSpec, runs: list[Run]) -> TensorDelta:
     wide = index_dtype(lanes)
     if len(runs) == 1 and runs[0].indices is None and len(runs[0].steps) == lanes:
         return normal_form(spec, None, runs[0].steps)
-    indices, steps = [], []
-    for run in sorted(runs, key=lambda run: run.start):
-        inside = np.flatnonzero(run.steps) if run.indices is None else run.indices
-        indices.append(inside.astype(wide) + wide.type(run.start))
-        steps.append(run.steps[inside] if run.indices is None else run.steps)
-    return normal_form(spec, np.concatenate(indices), np.concatenate(steps))
+    in_order = sorted(runs, key=lambda run: run.start)
+    sparse = [run.sparse() for run in in_order]
+    indices = np.empty(sum(len(inside) for inside, _ in sparse), dtype=wide)
+    at = 0
+    for run, (inside, _) in zip(in_order, sparse, strict=True):
+        # One pass over memory: this is the part of decoding that no second thread helps with.
+        np.add(inside, wide.type(run.start), out=indices[at : at + len(inside)])
+        at += len(inside)
+    return normal_form(spec, indices, np.concatenate([steps for _, steps in sparse]))
