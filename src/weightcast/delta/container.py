@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt, InvalidInput, UnsupportedFormat
-from weightcast.tensors.digest import algorithm_of, bytes_digest
+from weightcast.tensors.digest import algorithm_of, raw_digest
 from weightcast.tensors.dtypes import DType
-from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
 
 Packing = Literal["gaps", "classes"]
@@ -84,7 +83,7 @@ class ContainerWriter:
 
     def add(self, form: Form, blocks: tuple[Block, ...], frame: bytes) -> None:
         """Write one frame."""
-        self.chunks.append(Chunk(form, blocks, self.nbytes, len(frame), _digest(frame)))
+        self.chunks.append(Chunk(form, blocks, self.nbytes, len(frame), raw_digest(frame)))
         self._put(frame)
 
     def finish(self, specs: Mapping[str, TensorSpec], *, base_root: str, new_root: str) -> Table:
@@ -133,13 +132,9 @@ def read_table(data: memoryview) -> Table:
 def frame_of(data: memoryview, chunk: Chunk) -> memoryview:
     """The frame of a chunk, compared with its digest."""
     frame = data[chunk.offset : chunk.offset + chunk.nbytes]
-    if _digest(frame) != chunk.digest:
+    if raw_digest(frame) != chunk.digest:
         raise DeltaCorrupt(f"the frame at byte {chunk.offset} does not match its digest")
     return frame
-
-
-def _digest(data: Buffer) -> bytes:
-    return bytes.fromhex(bytes_digest(data, "xxh3-128").partition(":")[2])
 
 
 def _check_roots(*roots: str) -> None:
@@ -149,7 +144,7 @@ def _check_roots(*roots: str) -> None:
 
 
 def _seal(head: bytes, packed: bytes, offset: int, raw_nbytes: int) -> bytes:
-    return _digest(head + packed + struct.pack("<QII", offset, len(packed), raw_nbytes))
+    return raw_digest(head + packed + struct.pack("<QII", offset, len(packed), raw_nbytes))
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from weightcast.delta.lanes import Lanes, index_dtype, kind_of, lane_count, mapp
 from weightcast.delta.memory import LaneMemory, check_indices
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
 from weightcast.errors import DeltaCorrupt, InvalidInput
-from weightcast.tensors.digest import bytes_digest
+from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
@@ -91,7 +91,7 @@ class Edit:
             arrays += [edit.indices.tobytes()] if edit.indices is not None else []
             arrays += [edit.before.tobytes(), edit.after.tobytes()]
         body = b"".join([table, *arrays])
-        return _HEAD.pack(_MAGIC, len(table), _digest(body)) + body
+        return _HEAD.pack(_MAGIC, len(table), raw_digest(body)) + body
 
     @classmethod
     def from_journal(cls, data: Buffer) -> Edit:
@@ -101,7 +101,7 @@ class Edit:
             raise DeltaCorrupt(f"its journal has {len(view)} bytes")
         magic, table_nbytes, digest = _HEAD.unpack_from(view)
         body = view[_HEAD.size :]
-        if magic != _MAGIC or digest != _digest(body) or table_nbytes > len(body):
+        if magic != _MAGIC or digest != raw_digest(body) or table_nbytes > len(body):
             raise DeltaCorrupt("its journal does not match its digest")
         try:
             entries = msgspec.json.decode(body[:table_nbytes], type=list[_Entry])
@@ -141,10 +141,6 @@ def _edit_from(entry: _Entry, arrays: _Arrays) -> TensorEdit:
     if indices is not None:
         check_indices(spec, indices)
     return TensorEdit(spec, indices, arrays.take(unsigned, entry.changes), arrays.take(unsigned, entry.changes))
-
-
-def _digest(data: Buffer) -> bytes:
-    return bytes.fromhex(bytes_digest(data, "xxh3-128").partition(":")[2])
 
 
 def prepare(memories: Memories, delta: Delta) -> Edit:

@@ -109,3 +109,16 @@ def mapped(lanes: Lanes, kind: LaneKind) -> Steps:
 def unmapped(values: Steps, kind: LaneKind) -> Lanes:
     """The lanes that these mapped integers stand for."""
     return mapped(values.view(kind.unsigned), kind).view(kind.unsigned)
+
+
+def to_zigzag(steps: Steps) -> Lanes:
+    """Steps as unsigned numbers of the same width, small where the step is small: 0, −1, 1, −2, 2 …"""
+    zigzag: Lanes = ((steps << 1) ^ (steps >> (8 * steps.itemsize - 1))).view(UNSIGNED[steps.itemsize])
+    return zigzag
+
+
+def from_zigzag(values: Lanes) -> Steps:
+    """The opposite of `to_zigzag`."""
+    one, signed = values.dtype.type(1), SIGNED[values.itemsize]
+    steps: Steps = (values >> one).view(signed) ^ -(values & one).view(signed)
+    return steps

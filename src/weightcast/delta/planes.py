@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from weightcast.delta.lanes import SIGNED, UNSIGNED, Steps
+from weightcast.delta.lanes import SIGNED, UNSIGNED, Steps, from_zigzag, to_zigzag
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt
 
@@ -14,7 +14,7 @@ from weightcast.errors import DeltaCorrupt
 def pack_planes(steps: Steps) -> bytes:
     """Zigzag steps, split into their lowest bytes, second bytes and so on, each plane compressed."""
     width = steps.itemsize
-    zigzag = ((steps << 1) ^ (steps >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
+    zigzag = to_zigzag(steps).view(np.uint8).reshape(-1, width)
     planes = [compress(np.ascontiguousarray(zigzag[:, place]).data) for place in range(width)]
     return b"".join([struct.pack(f"<{width}I", *map(len, planes)), *planes])
 
@@ -30,10 +30,7 @@ def unpack_planes(frame: memoryview, *, lanes: int, width: int) -> Steps:
         plane = decompress(frame[start : start + size], lanes, f"plane {place} of a dense chunk")
         zigzag[:, place] = np.frombuffer(plane, dtype=np.uint8)
         start += size
-    values = zigzag.reshape(-1).view(UNSIGNED[width])
-    one = values.dtype.type(1)
-    steps: Steps = (values >> one).view(SIGNED[width]) ^ -(values & one).view(SIGNED[width])
-    return steps
+    return from_zigzag(zigzag.reshape(-1).view(UNSIGNED[width]))
 
 
 def pack_raw(steps: Steps) -> bytes:

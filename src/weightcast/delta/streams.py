@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.delta.kernels import Kernels, Numbers
-from weightcast.delta.lanes import SIGNED, UNSIGNED, Steps
+from weightcast.delta.lanes import UNSIGNED, Steps, from_zigzag, to_zigzag
 from weightcast.delta.numbers import bit_count, shift_for
 from weightcast.delta.zstd import compress, decompress, stated_nbytes
 from weightcast.errors import DeltaCorrupt
@@ -67,7 +67,8 @@ def unpack_groups(frame: memoryview, *, groups: int, changes: int, width: int, k
     if len(large) and int(large.max()) > (1 << (8 * width)) - 2 - _ESCAPE:
         raise DeltaCorrupt(f"a step of {int(large.max()) + _ESCAPE} does not fit into {8 * width} bits")
     values[escaped] += large
-    return Groups(counts, gaps, _from_zigzag(values, width))
+    zigzag = (values + np.uint32(1)).astype(UNSIGNED[width])  # each was checked to fit
+    return Groups(counts, gaps, from_zigzag(zigzag))
 
 
 def _cut(frame: memoryview, changes: int) -> list[memoryview]:
@@ -102,8 +103,7 @@ def _take_numbers(
 
 
 def _to_nibbles(steps: Steps) -> tuple[NDArray[np.uint8], Numbers]:
-    zigzag = ((steps << 1) ^ (steps >> (8 * steps.itemsize - 1))).view(UNSIGNED[steps.itemsize])
-    values: Numbers = zigzag.astype(np.uint32) - np.uint32(1)  # a step is never zero
+    values: Numbers = to_zigzag(steps).astype(np.uint32) - np.uint32(1)  # a step is never zero
     small = np.zeros(len(values) + len(values) % 2, dtype=np.uint8)
     small[: len(values)] = np.minimum(values, _ESCAPE)
     nibbles: NDArray[np.uint8] = small[::2] | (small[1::2] << np.uint8(4))
@@ -117,13 +117,6 @@ def _from_nibbles(nibbles: NDArray[np.uint8], changes: int) -> Numbers:
     if changes % 2 and values[-1]:
         raise DeltaCorrupt("the last half byte of the steps is not empty")
     return values[:changes]
-
-
-def _from_zigzag(values: Numbers, width: int) -> Steps:
-    """Steps of `width` bytes, which the values are known to fit into."""
-    zigzag = values + np.uint32(1)
-    signed = (zigzag >> np.uint32(1)).view(np.int32) ^ -(zigzag & np.uint32(1)).view(np.int32)
-    return signed.astype(SIGNED[width])
 
 
 # -- the table of groups: a varint count each, and the shift where there is anything to shift ---------------------------

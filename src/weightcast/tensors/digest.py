@@ -67,6 +67,11 @@ def bytes_digest(data: Buffer, algorithm: Algorithm = DEFAULT) -> str:
     return hasher.digest()
 
 
+def raw_digest(data: Buffer) -> bytes:
+    """The 16 bytes of a buffer's xxh3-128, for binary formats."""
+    return bytes.fromhex(bytes_digest(data, "xxh3-128").partition(":")[2])
+
+
 def array_digest(array: Array, algorithm: Algorithm = DEFAULT) -> str:
     """The digest of an array's bytes in C order, whatever its strides; a transposed array is hashed block by block."""
     hasher = Hasher(algorithm)
