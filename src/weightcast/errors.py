@@ -5,6 +5,7 @@
     │   ├── UnsupportedTensor     a dtype, layout or object that cannot be carried
     │   ├── UnknownSource         no transport for this URL
     │   ├── UnsupportedFormat     a file of ours with a format number or kind this release cannot read
+    │   ├── UnsupportedModel      a checkpoint that the embedded engine cannot run
     │   └── MissingExtra          an optional package is not installed
     ├── NotFound
     │   ├── StoreNotFound · VersionNotFound · VersionNotSet
@@ -24,6 +25,9 @@
     ├── StorageFailed             the file system refused: full, read-only, no permission
     ├── UpdateFailed              something outside of weightcast broke an update; no weights were changed
     ├── CommitFailed              writing into the live model failed; says which version it holds now
+    ├── NotReady                  a replica that starts, restarts or drains takes no requests
+    ├── Overloaded                the queue of a replica is full
+    ├── ReplicaFailed             a rank of a replica died, hung or could not start
     └── ClearIncomplete           memory that clear() should have freed is still referenced
 
 Each class has a stable `code`, used by programs where people read the message, and an `exit_code` for the command line:
@@ -78,6 +82,12 @@ class UnsupportedFormat(InvalidInput):
     code = "unsupported_format"
 
 
+class UnsupportedModel(InvalidInput):
+    """A checkpoint whose architecture or settings the embedded engine cannot run."""
+
+    code = "unsupported_model"
+
+
 class MissingExtra(InvalidInput):
     """An optional package is needed and not installed."""
 
@@ -91,8 +101,7 @@ class MissingExtra(InvalidInput):
 class NotFound(WeightcastError):
     """Something that was named does not exist."""
 
-    code = "not_found"
-    exit_code = 2
+    code, exit_code = "not_found", 2
 
 
 class StoreNotFound(NotFound):
@@ -183,7 +192,7 @@ class BaseVersionMismatch(Conflict):
         cure = (
             f"Update to {base} first, or publish a full version: weightcast publish --mode full."
             if version
-            else ("Apply the deltas that lead there first, or take the full version.")
+            else "Apply the deltas that lead there first, or take the full version."
         )
         super().__init__(
             f"{needed} ({base_root}), but what is there is {there} ({serving_root or 'digest unknown'}). "
@@ -371,3 +380,21 @@ class ClearIncomplete(WeightcastError):
             f"the memory of {len(names)} parameter(s) is still referenced from outside the model, so it was not freed: "
             f"{', '.join(names)}. Drop those references (optimizers, views, captured graphs) and clear again."
         )
+
+
+class NotReady(WeightcastError):
+    """The replica starts, restarts or drains, and takes no requests now. Try again later or elsewhere."""
+
+    code = "not_ready"
+
+
+class Overloaded(WeightcastError):
+    """The replica's queue is full. Try again later or elsewhere."""
+
+    code = "overloaded"
+
+
+class ReplicaFailed(WeightcastError):
+    """A rank died, hung or could not start. The message says which, and why if that is known."""
+
+    code = "replica_failed"

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from weightcast.bench import engine_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
 from weightcast.cli.output import emit, size, table
@@ -57,6 +58,23 @@ def delta(output: str | None, quick: bool, elements: int | None, steps: int | No
     with _status() as say:
         report = run_delta_bench(settings, say)
     _show(report, output, _draw_delta_rows)
+
+
+@bench.command(short_help="Speed of the embedded engine.")
+@_OUTPUT
+@click.option("--quick", is_flag=True, help="A few seconds on the tiny model: shows that it works, asserts no speed.")
+@click.option("--rounds", type=click.IntRange(min=1), help="To take the fastest of.  [default: 7]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def engine(output: str | None, quick: bool, rounds: int | None, seed: int) -> None:
+    """Measure tokens per second of `weightcast serve` over HTTP, beside transformers.generate in the same run.
+
+    One request and eight at once, one rank and two. The answers of both are compared token for token.
+    """
+    settings = replace(engine_bench.QUICK if quick else engine_bench.EngineSettings(), seed=seed)
+    settings = replace(settings, rounds=rounds or settings.rounds)
+    with _status() as say:
+        report = engine_bench.run_engine_bench(settings, say)
+    _show(report, output, _draw_engine_rows)
 
 
 def _show(report: Report, output: str | None, draw_rows: Callable[[Console, Report], None]) -> None:
@@ -134,6 +152,25 @@ def _draw_delta_rows(console: Console, report: Report) -> None:
             drawn.add_row(*(shown(row) for shown in columns.values()))
         console.print("")
         console.print(drawn)
+
+
+_SERVED: _Columns = {
+    "model": lambda row: row["preset"],
+    "ranks": lambda row: str(row["ranks"]),
+    "requests": lambda row: str(row["width"]),
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
+    "transformers": lambda row: f"{row['transformers_tokens_per_s']:.0f}",
+    "over it": lambda row: f"{row['over_transformers']:.2f}",
+    "same tokens": lambda row: f"{row['same_tokens']:.2%}",
+}
+
+
+def _draw_engine_rows(console: Console, report: Report) -> None:
+    drawn = table(*_SERVED, right=tuple(name for name in _SERVED if name != "model"))
+    for row in report.rows:
+        drawn.add_row(*(shown(row) for shown in _SERVED.values()))
+    console.print("")
+    console.print(drawn)
 
 
 def _draw_targets(console: Console, report: Report) -> None:

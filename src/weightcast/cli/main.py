@@ -16,7 +16,9 @@ import click
 from weightcast import __version__
 from weightcast.cli.bench import bench
 from weightcast.cli.demo import demo
+from weightcast.cli.model import model
 from weightcast.cli.publish import publish
+from weightcast.cli.serve import serve
 from weightcast.cli.snapshot import snapshot
 from weightcast.cli.store import store
 from weightcast.errors import WeightcastError
@@ -37,7 +39,7 @@ def cli(verbose: int) -> None:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", force=True)
 
 
-for command in (publish, store, snapshot, demo, bench):
+for command in (publish, store, snapshot, model, serve, demo, bench):
     cli.add_command(command)
 
 

@@ -1,0 +1,171 @@
+"""`weightcast serve`: a model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from weightcast.cli.output import Size
+from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts
+from weightcast.errors import MissingExtra
+
+_COUNT = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0, min_open=True)
+_ENGINE = EngineSettings(model_dir="")
+
+
+@click.command(short_help="Serve a model over HTTP, OpenAI-compatible.")
+@click.argument("model_dir", type=click.Path(path_type=Path))
+@click.option("--ranks", type=_COUNT, default=_ENGINE.ranks, show_default=True, help="Processes that share the model.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of this machine's."
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--port-file", type=click.Path(path_type=Path, dir_okay=False), help="Write the port's number here meanwhile.")
+@click.option("--served-model-name", help="What requests call the model.  [default: the name of MODEL_DIR]")
+@click.option("--draft", type=click.Path(path_type=Path), help="Directory of a draft (MTP) model: guesses tokens ahead.")
+@click.option("--draft-tokens", type=_COUNT, default=_ENGINE.draft_tokens, show_default=True, help="Guessed at a time.")
+@click.option(
+    "--device", type=click.Choice(get_args(Device)), default=_ENGINE.device, show_default=True, help="Where it runs."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(Dtype)),
+    default=_ENGINE.dtype,
+    show_default=True,
+    help="To compute in; auto: the checkpoint's own.",
+)
+@click.option(
+    "--experts",
+    type=click.Choice(get_args(Experts)),
+    default=_ENGINE.experts,
+    show_default=True,
+    help="Whether each rank holds a part of the experts, or all.",
+)
+@click.option("--max-length", type=_COUNT, help="Tokens of prompt and answer together.  [default: the model's own limit]")
+@click.option("--max-batch", type=_COUNT, default=_ENGINE.max_batch, show_default=True, help="Requests computed at a time.")
+@click.option("--max-queue", type=_COUNT, default=256, show_default=True, help="Requests in flight; more get status 429.")
+@click.option(
+    "--kv-cache", type=Size(), default=_ENGINE.cache_nbytes, show_default="256MiB", help="Memory of the KV cache, all ranks."
+)
+@click.option("--block-size", type=_COUNT, default=_ENGINE.block_size, show_default=True, help="Tokens per KV block.")
+@click.option("--no-prefix-cache", is_flag=True, help="Compute every prompt from its first token.")
+@click.option("--threads", type=_COUNT, help="Of each rank on a CPU.  [default: the cores divided by the ranks]")
+@click.option(
+    "--heartbeat",
+    type=_SECONDS,
+    default=_ENGINE.heartbeat_s,
+    show_default=True,
+    metavar="SEC",
+    help="A rank that is silent or stands still for this long is given up, and all are started again.",
+)
+@click.option(
+    "--start-timeout",
+    type=_SECONDS,
+    default=_ENGINE.start_timeout_s,
+    show_default=True,
+    metavar="SEC",
+    help="For the ranks to load the model.",
+)
+@click.option(
+    "--request-timeout",
+    type=_SECONDS,
+    default=600.0,
+    show_default=True,
+    metavar="SEC",
+    help="For every request; one may ask for less.",
+)
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SEC",
+    help="How long running requests may go on after SIGTERM or SIGINT.",
+)
+def serve(
+    model_dir: Path,
+    ranks: int,
+    host: str,
+    port: int,
+    port_file: Path | None,
+    served_model_name: str | None,
+    draft: Path | None,
+    draft_tokens: int,
+    device: Device,
+    dtype: Dtype,
+    experts: Experts,
+    max_length: int | None,
+    max_batch: int,
+    max_queue: int,
+    kv_cache: int,
+    block_size: int,
+    no_prefix_cache: bool,
+    threads: int | None,
+    heartbeat: float,
+    start_timeout: float,
+    request_timeout: float,
+    drain_timeout: float,
+) -> None:
+    """Serve the model in MODEL_DIR (config.json, safetensors, tokenizer.json) until SIGTERM or SIGINT.
+
+    The port is taken at once; /health answers 503 until all ranks have loaded the model, when the address is printed. A
+    rank that dies or hangs ends the requests in flight with an error, and all ranks are started again. SIGTERM and SIGINT
+    let running requests finish; a second one does not.
+
+    \b
+    paths:    POST /v1/completions /v1/chat/completions
+              GET  /v1/models /v1/stats /health /ping /metrics
+    exit status: 0 drained after a signal
+                 1 the model could not be loaded or the ranks could not be started
+                 2 the call itself is wrong: a directory, an option, a port in use
+    example:  weightcast serve ./checkpoints/100 --ranks 2 --port 8000
+    """  # fmt: skip
+    try:
+        from weightcast.control.server import serve as run  # noqa: PLC0415 - extras, and slow to import
+        from weightcast.control.settings import ServerSettings  # noqa: PLC0415
+        from weightcast.control.tokenizer import Tokenizer  # noqa: PLC0415
+        from weightcast.engines.embedded.replica.replica import Replica  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "a package", "serve", "weightcast serve") from error
+    engine = EngineSettings(
+        model_dir=str(model_dir.absolute()),
+        draft_dir=str(draft.absolute()) if draft is not None else None,
+        ranks=ranks,
+        device=device,
+        dtype=dtype,
+        experts=experts,
+        block_size=block_size,
+        cache_nbytes=kv_cache,
+        max_length=max_length,
+        max_batch=max_batch,
+        max_step_tokens=max(_ENGINE.max_step_tokens, max_batch),
+        prefix_cache=not no_prefix_cache,
+        draft_tokens=draft_tokens,
+        threads=threads,
+        heartbeat_s=heartbeat,
+        start_timeout_s=start_timeout,
+    )
+    server = ServerSettings(
+        model_name=served_model_name or _name(model_dir),
+        host=host,
+        port=port,
+        port_file=port_file,
+        request_timeout_s=request_timeout,
+        drain_timeout_s=drain_timeout,
+        max_choices=min(128, max_queue),
+    )
+    tokenizer = Tokenizer.read(model_dir)
+    run(
+        lambda: Replica(engine, max_requests=max_queue),
+        tokenizer,
+        server,
+        lambda url: click.echo(f"serving {model_dir} at {url}"),
+    )
+
+
+def _name(model_dir: Path) -> str:
+    """The directory's name as it was given; that of its target only for . and .. (a link called "latest" is "latest")."""
+    return model_dir.name if model_dir.name not in ("", "..") else model_dir.resolve().name

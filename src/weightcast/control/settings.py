@@ -1,0 +1,44 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from weightcast.errors import InvalidInput
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests are taken, whatever the engine.
+
+    `port` 0 takes a free one; `port_file` is where its number is written. `request_timeout_s` bounds every request, which
+    may ask for less. `drain_timeout_s` is how long running requests may go on after a SIGTERM.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    port_file: Path | None = None
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+    max_body_nbytes: int = 16 << 20
+    max_choices: int = 128
+
+    def __post_init__(self) -> None:
+        more_than_0 = {
+            "request_timeout_s": self.request_timeout_s,
+            "body_timeout_s": self.body_timeout_s,
+            "max_body_nbytes": self.max_body_nbytes,
+            "max_choices": self.max_choices,
+        }
+        wrong = [f"{name}={value}" for name, value in more_than_0.items() if not value > 0]
+        if not self.drain_timeout_s >= 0:
+            wrong.append(f"drain_timeout_s={self.drain_timeout_s}")
+        if not 0 <= self.port < 1 << 16:
+            wrong.append(f"port={self.port}")
+        if not self.model_name:
+            wrong.append("model_name is empty")
+        if wrong:
+            raise InvalidInput(f"settings of the server that cannot work: {', '.join(wrong)}.")

@@ -1,0 +1,1 @@
+"""Engines that weightcast can put weights into."""

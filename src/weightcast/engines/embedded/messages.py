@@ -1,0 +1,205 @@
+"""Everything that passes between the front end and the ranks of a replica: msgpack over ZeroMQ, no pickle.
+
+The front end binds one ROUTER socket (`front_end_address`). Every rank connects two DEALER sockets to it: `rank-<n>` for the
+main loop, `beat-<n>` for the thread that says the rank is alive. Requests go to rank 0 alone, which schedules; its outputs
+come back from there. Commands go to all ranks: rank 0 chooses the step between which and the next all of them execute it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+PROTOCOL = 1
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of an answer are chosen.
+
+    Temperature 0 is greedy. `seed` decides every token together with its position, whatever else is in the batch.
+    `stop_tokens` end the answer and are part of it. `logprobs` is the number of alternatives to report beside the chosen
+    token's own log-probability; None reports nothing. They are those of the model, before temperature and filters.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a chosen token, and of the most likely ones, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    """Which experts each token went to: int16 numbers, little-endian, of shape (tokens, MoE layers, experts per token)."""
+
+    shape: tuple[int, int, int]
+    data: bytes
+
+
+# -- front end to ranks --------------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A new request, to rank 0. With `replay`, its first tokens go to these experts; it then shares no cached prefix."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    record_routing: bool = False
+    replay: Routing | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget a request, to rank 0. Unknown ids are fine: it may just have finished. No output follows."""
+
+    id: str
+
+
+class Describe(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer with `RankStats`."""
+
+
+class ClearCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget all cached prefixes; what running requests hold stays. Answer: nothing."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Acknowledge, then leave. Requests that still run get no output any more."""
+
+
+Action = Describe | ClearCache | Shutdown
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To all ranks. Ids count up from 1 within one start of the replica and are executed in that order, each once.
+
+    A repeated id is not executed again: the same acknowledgement is sent.
+    """
+
+    id: int
+    action: Action
+
+
+ToRank = Submit | Cancel | Command
+
+
+# -- ranks to front end --------------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank has loaded its weights and met its peers."""
+
+    rank: int
+    pid: int
+    protocol: int
+    version: str
+    max_length: int
+    blocks: int
+    vocab_size: int
+    moe: bool
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank cannot start or go on, and ends after this message."""
+
+    rank: int
+    code: str
+    message: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Sent four times per heartbeat period from the moment the process runs.
+
+    `progress` counts layers, steps and messages handled. A rank that is `busy` and whose `progress` stands still hangs.
+    """
+
+    rank: int
+    progress: int
+    busy: bool
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of a request, all made by weight version `version`. The last output of a request has `finish`.
+
+    `reason` explains an abort or an error; `refused` tells an error that lies in the request from one of the engine.
+    `cached_tokens` of the prompt came out of the prefix cache. `routing`, if asked
+    for, comes with the last output and covers prompt and answer, but for the last token, which went through no layer.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    version: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+    reason: str | None = None
+    cached_tokens: int = 0
+    routing: Routing | None = None
+    refused: bool = False
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What one step made: at most one output per request."""
+
+    outputs: tuple[Output, ...]
+
+
+class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank has executed a command. `error` is (code, message) if it failed there."""
+
+    rank: int
+    id: int
+    result: Any = None
+    error: tuple[str, str] | None = None
+
+
+class RankStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one rank since its start."""
+
+    rank: int
+    pid: int
+    version: str
+    steps: int
+    commands: int
+    collectives: int
+    groups_made: int
+    rss_nbytes: int
+    running: int
+    waiting: int
+    blocks: int
+    blocks_free: int
+    blocks_cached: int
+    prefix_hits: int
+    prefix_queries: int
+    drafted: int
+    accepted: int
+    preempted: int
+
+
+FromRank = Ready | Failed | Heartbeat | Outputs | Acknowledged
+
+
+def front_end_address(run_dir: str | Path) -> str:
+    """Where the front end listens."""
+    return f"ipc://{run_dir}/front-end.sock"
+
+
+def rank_identity(rank: int) -> bytes:
+    """The routing id of a rank's main socket."""
+    return b"rank-%d" % rank
+
+
+def beat_identity(rank: int) -> bytes:
+    """The routing id of a rank's heartbeat socket."""
+    return b"beat-%d" % rank

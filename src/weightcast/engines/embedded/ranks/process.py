@@ -1,0 +1,75 @@
+"""The program of a rank: `python -m weightcast.engines.embedded.ranks.process`, with its settings on standard input."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import msgspec
+import torch
+import zmq
+
+from weightcast.engines.embedded.messages import PROTOCOL, Failed, Ready
+from weightcast.engines.embedded.ranks.follower import Follower
+from weightcast.engines.embedded.ranks.group import RankGroup
+from weightcast.engines.embedded.ranks.inbox import Inbox
+from weightcast.engines.embedded.ranks.leader import Leader
+from weightcast.engines.embedded.ranks.rank import Rank
+from weightcast.engines.embedded.ranks.runner import Runner
+from weightcast.engines.embedded.ranks.vitals import Pulse, Vitals
+from weightcast.engines.embedded.ranks.wake import WakeReceiver, WakeSender
+from weightcast.engines.embedded.settings import RankSettings
+from weightcast.errors import WeightcastError
+
+log = logging.getLogger(__name__)
+
+
+def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Meet the other ranks, load, say `Ready`, and work until told to leave."""
+    with RankGroup(settings, vitals) as group, torch.inference_mode():
+        rank = Rank(settings, group, Runner(settings.engine, group), vitals)
+        if settings.rank == 0:
+            with WakeSender(settings, context) as sender:
+                leader = Leader(rank, inbox, sender)
+                inbox.send(_ready(rank))
+                leader.run()
+        else:
+            with WakeReceiver(settings, context) as receiver:
+                inbox.send(_ready(rank))
+                Follower(rank, inbox, receiver).run()
+
+
+def _ready(rank: Rank) -> Ready:
+    runner = rank.runner
+    return Ready(
+        rank=rank.settings.rank,
+        pid=os.getpid(),
+        protocol=PROTOCOL,
+        version=rank.settings.version,
+        max_length=runner.max_length,
+        blocks=runner.blocks,
+        vocab_size=runner.config.vocab_size,
+        moe=runner.cache.routing is not None,
+    )
+
+
+def main() -> None:
+    """Run one rank. Whatever goes wrong is told to the front end before the process ends with status 1."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
+    logging.basicConfig(level=settings.log_level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    vitals = Vitals()
+    with zmq.Context() as context, Pulse(settings, vitals, context), Inbox(settings) as inbox:
+        try:
+            serve(settings, inbox, vitals, context)
+        except Exception as error:
+            log.exception("fail rank=%d", settings.rank)
+            code = error.code if isinstance(error, WeightcastError) else "replica_failed"
+            message = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
+            inbox.send(Failed(rank=settings.rank, code=code, message=message))
+            inbox.close()
+            os._exit(1)  # peers may be gone, and leaving groups or contexts in order would wait for them
+
+
+if __name__ == "__main__":
+    main()

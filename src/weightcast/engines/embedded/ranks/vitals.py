@@ -1,0 +1,68 @@
+"""How a rank shows that it lives: a count of what its main loop has done, and a thread that tells the front end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from weightcast.engines.embedded.messages import Heartbeat, beat_identity, front_end_address
+from weightcast.engines.embedded.settings import RankSettings
+
+log = logging.getLogger(__name__)
+
+
+class Vitals:
+    """Written by the main loop, read by the heartbeat. `busy` means: `progress` must grow."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.busy = False
+
+    def tick(self) -> None:
+        """The main loop got somewhere: a layer, a step, a message."""
+        self.progress += 1
+
+
+class Pulse:
+    """A thread that sends heartbeats and ends the process when its parent is gone. A context manager.
+
+    It has a socket of its own, so that a main loop that hangs cannot keep it from telling.
+    """
+
+    def __init__(self, settings: RankSettings, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._settings, self._vitals, self._context = settings, vitals, context
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"pulse-{settings.rank}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join(timeout=self._settings.engine.heartbeat_s)
+
+    def _run(self) -> None:
+        rank, encoder = self._settings.rank, msgspec.msgpack.Encoder()
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.IDENTITY, beat_identity(rank))
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 4)  # beats that nobody takes are worth nothing later
+            socket.connect(front_end_address(self._settings.run_dir))
+            while True:
+                beat = Heartbeat(rank=rank, progress=self._vitals.progress, busy=self._vitals.busy)
+                try:
+                    socket.send(encoder.encode(beat), zmq.NOBLOCK)
+                except zmq.Again:
+                    log.warning("beat rank=%d: the front end takes no heartbeats", rank)
+                if self._stop.wait(self._settings.engine.heartbeat_s / 4):
+                    return
+                if os.getppid() != self._settings.parent_pid:
+                    log.error("leave rank=%d: the front end (pid %d) is gone", rank, self._settings.parent_pid)
+                    os._exit(1)  # the main thread may hang in a collective and would never see an exception

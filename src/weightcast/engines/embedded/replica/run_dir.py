@@ -1,0 +1,72 @@
+"""The private directory of one start of the ranks: sockets and rendezvous lie there, so no other start can meet this one."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from weightcast.engines.embedded.messages import front_end_address
+from weightcast.errors import InvalidInput, StorageFailed
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "weightcast-run-"
+_SOCKET_PATH_NBYTES = 107
+_YOUNG_S = 60.0  # a directory this young may be between being made and being locked
+
+
+class RunDir:
+    """A new directory, mode 0700, under the system's temporary one. `remove` is safe twice.
+
+    It is locked while this process lives: directories that nobody locks were left by front ends that were killed, and the
+    next one removes them.
+    """
+
+    def __init__(self) -> None:
+        root = Path(tempfile.gettempdir())
+        _remove_stale(root)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StorageFailed("make the directory of a replica in", root, error) from error
+        socket = os.fsencode(front_end_address(self.path).removeprefix("ipc://"))
+        if len(socket) > _SOCKET_PATH_NBYTES:
+            self.remove()
+            raise InvalidInput(
+                f"the path of a socket may have {_SOCKET_PATH_NBYTES} bytes, and {os.fsdecode(socket)} has {len(socket)}: "
+                "set TMPDIR to a directory with a shorter path."
+            )
+
+    def remove(self) -> None:
+        """Delete the directory with all that is in it."""
+        if self._lock is None:
+            return
+        shutil.rmtree(self.path, onerror=lambda _, path, error: log.warning("leave path=%s: %s", path, error[1]))
+        os.close(self._lock)
+        self._lock = None
+
+
+def _remove_stale(root: Path) -> None:
+    for path in root.glob(f"{_PREFIX}*"):
+        try:
+            found = path.lstat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _YOUNG_S:
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # somebody else's, or gone by now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            log.info("remove path=%s: left by a front end that was killed", path)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)

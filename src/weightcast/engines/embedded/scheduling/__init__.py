@@ -1,0 +1,1 @@
+"""What to compute next and which token follows. Plain data and decisions: no torch.distributed, no sockets."""

@@ -1,0 +1,247 @@
+"""The life of a server: starting, health, metrics, draining, and the address it listens on."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from control_engine import MODEL, WAIT_S, EchoEngine, serving, wait_for, write_model_dir
+
+from weightcast.cli.serve import serve as serve_command
+from weightcast.control.listening import listen, port_told, url_of
+from weightcast.control.metrics import Histogram
+from weightcast.control.server import serve
+from weightcast.control.settings import ServerSettings
+from weightcast.control.tokenizer import Tokenizer
+from weightcast.errors import InvalidInput, MissingExtra, NotFound, ReplicaFailed, StorageFailed
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    return write_model_dir(tmp_path / "model")
+
+
+def complete(client, **options):
+    return client.completions.create(model=MODEL, prompt="abc", **{"temperature": 0, "max_tokens": 8, **options})
+
+
+def test_the_port_answers_before_the_engine_does(model_dir):
+    with serving(model_dir, start_held=True) as server, server.openai() as client:
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["state"]) == (503, "STARTING")
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] is None
+        assert 'state="STARTING"} 1' in httpx.get(f"{server.url}/metrics").text
+        with pytest.raises(openai.InternalServerError, match="starting"):
+            complete(client)
+        assert server.announced == []
+
+        server.engine.start_held = False
+        wait_for(lambda: server.announced == [server.url])
+
+        ready = httpx.get(f"{server.url}/ping")
+        assert (ready.status_code, ready.json()["status"], ready.json()["version"]) == (200, "ok", "step_1")
+        assert complete(client).choices[0].text == "abcabcab"
+
+
+def test_an_engine_that_cannot_start_ends_the_server_with_its_error(model_dir):
+    with serving(model_dir, start_error=ReplicaFailed("rank 0 could not start.")) as server:
+        server.thread.join(WAIT_S)
+
+    assert [str(error) for error in server.error] == ["rank 0 could not start."]
+    assert server.engine.closes == [0.0]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_a_stop_while_the_engine_starts_gives_up_the_start(model_dir):
+    with serving(model_dir, start_held=True) as server:
+        server.stop()
+        time.sleep(0.05)
+        server.engine.start_held = False  # as a real engine does when it is closed
+        server.thread.join(WAIT_S)
+
+    assert server.error == []
+    assert server.announced == []
+
+
+def test_a_drain_lets_running_requests_finish_and_takes_no_more(model_dir):
+    with serving(model_dir, held_at=4) as server, server.openai() as client:
+        texts = []
+        streaming = threading.Thread(target=lambda: texts.extend(c.choices[0].text for c in complete(client, stream=True)))
+        whole = threading.Thread(target=lambda: texts.append(complete(client).choices[0].text))
+        for thread in (streaming, whole):
+            thread.start()
+        wait_for(lambda: len(server.engine.running) == 2)
+
+        server.stop()
+        wait_for(lambda: httpx.get(f"{server.url}/health").json()["state"] == "DRAINING")
+        with pytest.raises(openai.InternalServerError, match="DRAINING") as refused:
+            complete(client)
+        server.engine.held_at = None
+        for thread in (streaming, whole, server.thread):
+            thread.join(WAIT_S)
+
+    assert refused.value.status_code == 503
+    assert sorted(texts) == sorted([*"abcabcab", "abcabcab"])
+    assert server.error == []
+    assert server.engine.closes == [30.0]
+
+
+@pytest.mark.parametrize("asked_twice", [True, False])
+def test_what_still_runs_when_draining_ends_is_aborted_with_its_partial_answer(model_dir, asked_twice):
+    with serving(model_dir, held_at=4, drain_timeout_s=WAIT_S if asked_twice else 0.05) as server, server.openai() as client:
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(complete(client)))
+        thread.start()
+        wait_for(lambda: len(server.engine.running) == 1)
+        server.stop()
+        if asked_twice:
+            server.stop()
+        thread.join(WAIT_S)
+        server.thread.join(WAIT_S)
+
+    (choice,) = answers[0].choices
+    assert (choice.finish_reason, choice.text) == ("abort", "abca")
+    assert server.error == []
+
+
+def test_idle_connections_do_not_hold_up_the_end(model_dir):
+    with serving(model_dir) as server, httpx.Client() as client:
+        assert client.get(f"{server.url}/health").status_code == 200
+        server.stop()
+        server.thread.join(WAIT_S)
+        assert not server.thread.is_alive()
+
+
+def read_metrics(url):
+    """Every sample, after checking that each line is what Prometheus reads."""
+    samples, types = {}, {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split(" ")
+            types[name] = kind
+        elif not line.startswith("# HELP"):
+            matched = re.fullmatch(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})? (-?[0-9.e+]+)', line)
+            assert matched, line
+            assert any(matched[1] in (name, f"{name}_bucket", f"{name}_sum", f"{name}_count") for name in types)
+            samples[matched[1] + (matched[2] or "")] = float(matched[3])
+    return samples
+
+
+def test_metrics_count_what_happened(model_dir):
+    with serving(model_dir, cached_tokens=2) as server, server.openai() as client:
+        assert read_metrics(server.url)["weightcast_completion_tokens_total"] == 0
+        complete(client)
+        list(complete(client, n=2, stream=True))
+        with pytest.raises(openai.UnprocessableEntityError):
+            complete(client, max_tokens=10_000)
+        server.engine.fail_at = 2
+        with pytest.raises(openai.InternalServerError):
+            complete(client)
+        samples = read_metrics(server.url)
+
+    def requests(outcome):
+        return samples[f'weightcast_requests_total{{endpoint="completions",outcome="{outcome}"}}']
+
+    assert (requests("ok"), requests("invalid_input"), requests("replica_failed")) == (2, 1, 1)
+    assert samples["weightcast_prompt_tokens_total"] == 9
+    assert samples["weightcast_cached_tokens_total"] == 6
+    assert samples["weightcast_completion_tokens_total"] == 8 + 16 + 2
+    assert samples["weightcast_requests_in_flight"] == 0
+    assert samples["weightcast_time_to_first_token_seconds_count"] == 3
+    assert samples['weightcast_request_seconds_bucket{le="+Inf"}'] == samples["weightcast_request_seconds_count"] == 4
+    assert samples['weightcast_replica_state{state="READY"}'] == 1
+    assert samples['weightcast_weight_version_info{version="step_1",root_digest="xxh3-128:00"}'] == 1
+    assert samples['weightcast_rank_steps_total{rank="1"}'] == samples['weightcast_rank_rss_bytes{rank="0"}'] == 7
+
+
+def test_stats_are_those_of_every_rank(model_dir):
+    with serving(model_dir) as server:
+        ranks = httpx.get(f"{server.url}/v1/stats").json()["data"]
+
+    assert [(rank["rank"], rank["steps"], rank["version"]) for rank in ranks] == [(0, 7, "step_1"), (1, 7, "step_1")]
+
+
+def test_the_description_of_the_paths_can_be_had(model_dir):
+    with serving(model_dir) as server:
+        paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+
+    assert "requestBody" in paths["/v1/chat/completions"]["post"]
+    assert {"/health", "/metrics", "/v1/models", "/v1/stats"} <= set(paths)
+
+
+def test_a_histogram_counts_from_below():
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 9):
+        histogram.observe(value)
+
+    assert [value for _, _, value in histogram.samples()] == [2, 3, 4, 12, 4]
+
+
+def test_a_port_in_use_is_an_error_that_names_it():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        with pytest.raises(InvalidInput, match=f"port {port}"):
+            listen("127.0.0.1", port)
+    with pytest.raises(InvalidInput, match=r"cannot listen on nowhere\.invalid"):
+        listen("nowhere.invalid", 0)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_an_ipv6_address_can_be_listened_on():
+    try:
+        listening = listen("::1", 0)
+    except InvalidInput:
+        pytest.skip("no IPv6")
+    with listening:
+        assert url_of(listening).startswith("http://[::1]:")
+
+
+def test_the_port_file_is_there_meanwhile(tmp_path):
+    path = tmp_path / "port"
+    with listen("127.0.0.1", 0) as listening:
+        with port_told(path, listening):
+            assert int(path.read_text()) == listening.getsockname()[1]
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(StorageFailed, match="write the port"), port_told(tmp_path / "none" / "port", listening):
+            pass
+
+
+def test_a_signal_ends_a_server_in_the_main_thread(model_dir, tmp_path):
+    made, before = [], signal.getsignal(signal.SIGTERM)
+
+    def make_engine():
+        made.append(EchoEngine())
+        return made[0]
+
+    settings = ServerSettings(model_name=MODEL, port=0, port_file=tmp_path / "port")
+    serve(make_engine, Tokenizer.read(model_dir), settings, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+    assert made[0].closes == [30.0]
+    assert not (tmp_path / "port").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_command_refuses_a_directory_without_a_model(tmp_path):
+    with pytest.raises(NotFound, match="no model directory"):
+        serve_command.main([str(tmp_path / "nowhere")], standalone_mode=False)
+
+
+def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "weightcast.control.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+
+    with pytest.raises(MissingExtra, match=r"pip install 'weightcast\[serve\]'"):
+        serve_command.main([str(tmp_path)], standalone_mode=False)
+
+
+def test_settings_that_cannot_work_are_all_named():
+    with pytest.raises(InvalidInput, match=r"request_timeout_s=0.*drain_timeout_s=-1.*port=70000.*model_name"):
+        ServerSettings(model_name="", port=70000, request_timeout_s=0, drain_timeout_s=-1)
