@@ -1,25 +1,14 @@
-"""Real replicas of the embedded engine, and what `transformers` says to the same prompts."""
+"""Real replicas of the embedded engine."""
 
 import asyncio
-import functools
 import itertools
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import torch
-
+from engine_reference import ANSWER
 from weightcast.engines.embedded.messages import Sampling, Submit
 from weightcast.engines.embedded.replica.replica import Replica
 from weightcast.engines.embedded.settings import EngineSettings
-
-PROMPTS = (
-    list(b"Hello, my name is"),
-    list(b"x"),
-    list(b"The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the lazy cat."),
-    list(b"The quick brown fox jumps over the lazy dog. The quick brown fox sleeps."),
-    list(range(32, 127)),
-)
-ANSWER = 40
 
 _numbers = itertools.count()
 
@@ -64,27 +53,3 @@ async def ask(replica, prompt, *, record_routing=False, replay=None, **sampling)
 async def ask_all(replica, prompts, **options):
     """All at once."""
     return await asyncio.gather(*(ask(replica, prompt, **options) for prompt in prompts))
-
-
-@functools.cache
-def reference(model_dir):
-    """The same checkpoint in `transformers`."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@functools.cache
-def greedy(model_dir, prompt, tokens=ANSWER):
-    """What `transformers` answers, one prompt at a time. `prompt` is a tuple."""
-    inputs = torch.tensor([prompt])
-    made = reference(model_dir).generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False, pad_token_id=0
-    )
-    return made[0, len(prompt) :].tolist()
-
-
-def expected(model_dir, prompts=PROMPTS):
-    return [greedy(model_dir, tuple(prompt)) for prompt in prompts]

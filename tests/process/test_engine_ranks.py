@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from engine_reference import PROMPTS
 from weightcast.engines.embedded.messages import ClearCache, Describe, Routing
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import ReplicaFailed
 
-from .engine_runs import PROMPTS, ask, ask_all, running
+from .engine_runs import ask, ask_all, running
 
 PER_COMMAND = 2  # an idle engine's command is one message, and one more sends the peers back to sleep
 
