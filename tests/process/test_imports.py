@@ -36,3 +36,10 @@ print(*[name for name in {HEAVY} if name in sys.modules])
 
 def test_the_package_runs_as_a_module_and_tells_its_version():
     assert weightcast.__version__ in run("-m", "weightcast", "--version")
+
+
+def test_the_command_line_loads_frameworks_and_servers_only_where_they_are_used():
+    heavy = ("torch", "zmq", "fastapi", "uvicorn", "tokenizers", "transformers")
+    code = f"import sys, weightcast.cli.main; print(*[name for name in {heavy} if name in sys.modules])"
+
+    assert run("-c", code) == ""

@@ -172,6 +172,8 @@ def failure_of(*arguments, **settings):
 
 def test_what_cannot_be_loaded_is_an_error_before_anything_is_served(checkpoints, tmp_path):
     assert isinstance(failure_of(tmp_path), NotFound)
+    if not torch.cuda.is_available():
+        assert "need a GPU each" in str(failure_of(checkpoints / "tied", device="cuda"))
     init_checkpoint(tmp_path / "other", "tiny", vocab_size=300)
     other = failure_of(checkpoints / "tied", draft_dir=str(tmp_path / "other"))
     assert isinstance(other, UnsupportedModel)

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from weightcast.engines.embedded.messages import PROTOCOL, Failed, Ready
+from weightcast.engines.embedded.ranks.device import claim_device
 from weightcast.engines.embedded.ranks.follower import Follower
 from weightcast.engines.embedded.ranks.group import RankGroup
 from weightcast.engines.embedded.ranks.inbox import Inbox
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Meet the other ranks, load, say `Ready`, and work until told to leave."""
+    claim_device(settings.engine.device, settings.rank, settings.engine.ranks)
     with RankGroup(settings, vitals) as group, torch.inference_mode():
         rank = Rank(settings, group, Runner(settings.engine, group), vitals)
         if settings.rank == 0:
