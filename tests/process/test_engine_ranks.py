@@ -55,6 +55,19 @@ def check_flat(early, late, steps):
     assert late[0]["collectives"] == late[1]["collectives"]
 
 
+def test_choosing_among_many_tokens_for_many_requests_is_not_taken_for_a_hang(tmp_path):
+    init_checkpoint(tmp_path / "wide", "tiny", num_hidden_layers=1, vocab_size=151_936)
+
+    async def choosing():
+        async with running(tmp_path / "wide", ranks=2, max_batch=256, heartbeat_s=2.0) as replica:
+            asked = [ask(replica, [number], max_tokens=1, temperature=1.0, top_p=0.95) for number in range(256)]
+            return await asyncio.gather(*asked), replica.status.restarts
+
+    answers, restarts = asyncio.run(choosing())
+    assert {(answer.last.finish, answer.last.reason) for answer in answers} == {("length", None)}
+    assert restarts == 0
+
+
 def test_groups_stay_one_and_memory_flat_over_many_steps(small_model):
     check_flat(*asyncio.run(many_steps(small_model, 1500)), 1500)
 

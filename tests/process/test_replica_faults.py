@@ -244,13 +244,17 @@ async def test_a_replica_whose_committed_version_is_gone_says_so_and_recovers_wh
         await back_again(replica, pids, restarts=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "holds"),
+    [("version.yaml", "step: 8\nversion: step_8\n", "step_8"), ("config.json", '{"rope_theta": 2}', "step_7")],
+)
 @in_loop
-async def test_another_version_in_the_same_directory_is_not_taken_for_the_committed_one(model_dir):
+async def test_another_version_in_the_same_directory_is_not_taken_for_the_committed_one(model_dir, name, text, holds):
     async with running(model_dir, ranks=1) as replica:
-        (model_dir / "version.yaml").write_text("step: 8\nversion: step_8\n")
+        (model_dir / name).write_text(text)
         os.kill(replica.status.pids[0], signal.SIGKILL)
         await until(lambda: replica.status.state is ReplicaState.FAILED, replica)
-        assert "which holds step_8" in replica.status.reason
+        assert f"which holds {holds}" in replica.status.reason
         assert replica.status.version == "step_7"
 
 

@@ -47,6 +47,13 @@ def test_temperature_zero_takes_the_best_and_of_equals_the_first():
     assert choose(torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]]), [(how(), 0)] * 2) == [(1, None), (0, None)]
 
 
+def test_every_row_that_takes_time_is_told():
+    told = []
+    wanted = [(how(), 0), (how(temperature=1.0), 1), (how(logprobs=2), 2), (how(temperature=1.0, logprobs=0), 3)]
+    assert choose(rows(4, 50), wanted, tick=lambda: told.append("tick")) == choose(rows(4, 50), wanted)
+    assert len(told) == 3
+
+
 def test_no_rows_make_no_tokens():
     assert choose(torch.empty(0, 5), []) == []
 

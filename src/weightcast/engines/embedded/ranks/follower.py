@@ -30,13 +30,15 @@ class Follower:
             poller.poll(_IDLE_MS)
             self._take_commands()
             if self._wake.woken():
-                self._rank.vitals.busy = True
                 self._follow()
                 self._rank.vitals.busy = False
 
     def _follow(self) -> None:
         while not self._rank.leaving:
+            # Between two steps rank 0 may be long at choosing tokens. If it hangs, its own signs of life say so.
+            self._rank.vitals.busy = False
             step = self._rank.channel.receive()
+            self._rank.vitals.busy = True
             if step.signal == PARK:
                 return
             if step.batch is not None:

@@ -130,7 +130,7 @@ class Leader:
             if chunk.wants_token
             for offset in range(1 + len(more))
         ]
-        chosen = iter(choose(logits, wanted))
+        chosen = iter(choose(logits, wanted, tick=self._rank.vitals.tick))
         results = []
         for chunk, more in zip(chunks, proposals, strict=True):
             picks = [next(chosen) for _ in range(1 + len(more))] if chunk.wants_token else []

@@ -9,19 +9,26 @@ from pathlib import Path
 
 from weightcast.errors import NotFound, ReplicaFailed, StorageFailed, VersionNotSet, WeightcastError
 from weightcast.store.checkpoint import Checkpoint
+from weightcast.store.files import read_small
 from weightcast.store.version_file import read_version_file
-from weightcast.tensors.digest import array_digest, root_digest
+from weightcast.tensors.digest import array_digest, bytes_digest, root_digest
 
 Stamps = tuple[tuple[str, int, int, int], ...]
+
+_CONFIG_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A version and the root digest of its tensors. `stamps` tell, cheaply, whether the files were touched since."""
+    """A version, the root digest of its tensors and the digest of its config.json, which says what they mean.
+
+    `stamps` tell, cheaply, whether the files were touched since.
+    """
 
     directory: Path
     version: str
     root_digest: str
+    config_digest: str
     stamps: Stamps = field(compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -58,7 +65,9 @@ async def confirm(committed: Identity) -> Identity:
     except WeightcastError as error:
         raise NotFound(f"{gone}: {error}") from error
     if found != committed:
-        raise NotFound(f"{gone}, which holds {found} now: put the committed version back, or start the server anew.")
+        raise NotFound(
+            f"{gone}, which holds {found} now, or another config.json: put the committed one back, or start the server anew."
+        )
     return found
 
 
@@ -75,7 +84,16 @@ def _identify(directory: Path, stop: threading.Event) -> Identity:
         version = read_version_file(directory).version
     except VersionNotSet:
         version = root
-    return Identity(directory=directory, version=version, root_digest=root, stamps=stamps)
+    return Identity(
+        directory=directory, version=version, root_digest=root, config_digest=_config_digest(directory), stamps=stamps
+    )
+
+
+def _config_digest(directory: Path) -> str:
+    try:
+        return bytes_digest(read_small(directory / "config.json", _CONFIG_NBYTES))
+    except FileNotFoundError:
+        return ""
 
 
 def _stamps(directory: Path) -> Stamps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,14 @@ _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 
 
-def choose(logits: torch.Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[Choice | None]:
+def choose(
+    logits: torch.Tensor, wanted: Sequence[tuple[Sampling, int]], *, tick: Callable[[], None] | None = None
+) -> list[Choice | None]:
     """A token for every row of `logits` (float32), with its log-probabilities if asked for.
 
     `wanted` has for each row how to choose and the position in the sequence that the token will have. Among equal logits
     the smaller token number is taken to be the better one. None where the logits are not numbers, or none is finite.
+    `tick` is called for every row that is more than its largest logit: with a large vocabulary one takes milliseconds.
     """
     if not wanted:
         return []
@@ -38,6 +41,8 @@ def choose(logits: torch.Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list
         values = logits[special].cpu().numpy()
         for index, row in enumerate(special):
             how, position = wanted[row]
+            if tick is not None:
+                tick()
             if how.temperature > 0:
                 tokens[row] = _sample(values[index], how, uniform(how.seed, position))
             if how.logprobs is not None:
