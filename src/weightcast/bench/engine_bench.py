@@ -38,7 +38,7 @@ class EngineSettings:
     widths: tuple[int, ...] = (1, 8)
     ranks: tuple[int, ...] = (1, 2)
     tokens: int = 96
-    rounds: int = 7
+    rounds: int = 5
     seed: int = 0
     quick: bool = False
 

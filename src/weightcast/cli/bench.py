@@ -63,7 +63,7 @@ def delta(output: str | None, quick: bool, elements: int | None, steps: int | No
 @bench.command(short_help="Speed of the embedded engine.")
 @_OUTPUT
 @click.option("--quick", is_flag=True, help="A few seconds on the tiny model: shows that it works, asserts no speed.")
-@click.option("--rounds", type=click.IntRange(min=1), help="To take the fastest of.  [default: 7]")
+@click.option("--rounds", type=click.IntRange(min=1), help="To take the fastest of.  [default: 5]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
 def engine(output: str | None, quick: bool, rounds: int | None, seed: int) -> None:
     """Measure tokens per second of `weightcast serve` over HTTP, beside transformers.generate in the same run.
