@@ -1,8 +1,11 @@
-"""What `transformers` says to the prompts that the engine is asked."""
+"""The models that the engine is asked, their drafts, and what `transformers` says to the same prompts."""
 
 import functools
 
 import torch
+
+from weightcast.engines.embedded.drafts import init_draft
+from weightcast.engines.embedded.presets import init_checkpoint
 
 PROMPTS = (
     list(b"Hello, my name is"),
@@ -12,6 +15,27 @@ PROMPTS = (
     list(range(32, 127)),
 )
 ANSWER = 40
+MODELS = {"tied": {"preset": "tiny", "tied": True}, "untied": {"preset": "tiny", "tied": False}, "moe": {"preset": "moe"}}
+DRAFTS = ("no draft", "plain", "mtp")
+
+
+def write_checkpoints(root):
+    """Every model and its drafts."""
+    for name, options in MODELS.items():
+        init_checkpoint(root / name, **{"seed": 3} | options)
+        for kind in DRAFTS[1:]:
+            init_draft(root / f"{name}-{kind}", root / name, kind, noise=0.05)
+
+
+def draft_setting(root, model, draft):
+    """What the engine is told about a draft."""
+    return {} if draft == "no draft" else {"draft_dir": str(root / f"{model}-{draft}")}
+
+
+def forget():
+    """Let go of the reference models."""
+    greedy.cache_clear()
+    reference.cache_clear()
 
 
 @functools.cache

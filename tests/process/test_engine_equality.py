@@ -5,40 +5,25 @@ import itertools
 
 import pytest
 
-from engine_reference import PROMPTS, expected, greedy, reference
-from weightcast.engines.embedded.drafts import init_draft
+from engine_reference import DRAFTS, MODELS, PROMPTS, draft_setting, expected, forget, write_checkpoints
 from weightcast.engines.embedded.messages import Describe
-from weightcast.engines.embedded.presets import init_checkpoint
 
 from .engine_runs import ask, ask_all, running
 
-MODELS = {
-    "tied": {"preset": "tiny", "tied": True},
-    "untied": {"preset": "tiny", "tied": False},
-    "moe": {"preset": "moe"},
-}
-DRAFTS = ("no draft", "plain", "mtp")
 MATRIX = list(itertools.product(MODELS, (True, False), DRAFTS))
 SAMPLE = [("tied", False, "mtp"), ("untied", True, "plain"), ("moe", True, "no draft")]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Every model and its drafts."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for name, options in MODELS.items():
-        init_checkpoint(root / name, **{"seed": 3} | options)
-        for kind in DRAFTS[1:]:
-            init_draft(root / f"{name}-{kind}", root / name, kind, noise=0.05)
+    write_checkpoints(root)
     yield root
-    greedy.cache_clear()
-    reference.cache_clear()
+    forget()
 
 
 async def compare(root, model, prefix_cache, draft):
-    settings = {"ranks": 2, "prefix_cache": prefix_cache, "max_step_tokens": 64}
-    if draft != "no draft":
-        settings["draft_dir"] = str(root / f"{model}-{draft}")
+    settings = {"ranks": 2, "prefix_cache": prefix_cache, "max_step_tokens": 64} | draft_setting(root, model, draft)
     wanted = expected(root / model)
     async with running(root / model, **settings) as replica:
         together = await ask_all(replica, PROMPTS)

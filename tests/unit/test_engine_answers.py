@@ -6,14 +6,10 @@ import pytest
 import torch
 from engine_thread import ThreadRank, logprobs_of, tokens_of
 
-from engine_reference import ANSWER, PROMPTS, expected, greedy, reference
-from weightcast.engines.embedded.drafts import init_draft
+from engine_reference import ANSWER, DRAFTS, MODELS, PROMPTS, draft_setting, expected, forget, reference, write_checkpoints
 from weightcast.engines.embedded.messages import ClearCache, Command, Describe
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import NotFound, UnsupportedModel, VersionDoesNotFit
-
-MODELS = {"tied": {"preset": "tiny", "tied": True}, "untied": {"preset": "tiny", "tied": False}, "moe": {"preset": "moe"}}
-DRAFTS = ("no draft", "plain", "mtp")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,19 +22,10 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Every model and its drafts."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for name, options in MODELS.items():
-        init_checkpoint(root / name, **{"seed": 3} | options)
-        for kind in DRAFTS[1:]:
-            init_draft(root / f"{name}-{kind}", root / name, kind, noise=0.05)
+    write_checkpoints(root)
     yield root
-    greedy.cache_clear()
-    reference.cache_clear()
-
-
-def draft_setting(root, model, draft):
-    return {} if draft == "no draft" else {"draft_dir": str(root / f"{model}-{draft}")}
+    forget()
 
 
 @pytest.mark.parametrize(("model", "prefix_cache", "draft"), list(itertools.product(MODELS, (True, False), DRAFTS)))
