@@ -44,6 +44,16 @@ def test_answers_are_those_of_transformers(checkpoints, model, prefix_cache, dra
     assert stats["collectives"] == stats["groups_made"] == 0
 
 
+def test_a_draft_that_is_the_model_itself_is_always_right(checkpoints):
+    """Answers never depend on the draft's cache, so only its guesses tell whether that is kept right."""
+    with ThreadRank(checkpoints / "tied", draft_dir=str(checkpoints / "tied"), draft_tokens=4) as rank:
+        answers = [tokens_of(outputs) for outputs in rank.ask_all(PROMPTS)]
+        stats = rank.command(Describe()).result
+    assert answers == expected(checkpoints / "tied")
+    assert stats["drafted"] == stats["accepted"] > ANSWER * len(PROMPTS) * 0.7
+    assert stats["steps"] < ANSWER * 0.4
+
+
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 def test_a_draft_changes_no_sampled_token(checkpoints, draft):
     options = {"temperature": 1.3, "top_p": 0.9, "seed": 11, "logprobs": 2}

@@ -169,4 +169,5 @@ def test_acknowledgements_that_can_be_repeated_are_bounded(inbox, front_end, mon
     front_end.send(Command(id=1, action=ClearCache()))  # forgotten, but still known to be done
     arrive(inbox)
     assert inbox.next_command == 0
+    assert not inbox._commands
     assert front_end.quiet()
