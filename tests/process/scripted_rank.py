@@ -70,7 +70,7 @@ class Rank:
             if not self.script.get("mute"):
                 beat = self.messages.Heartbeat(rank=self.rank, progress=self.progress, busy=self.busy)
                 socket.send(self.encode(beat))
-            time.sleep(self.settings["engine"]["heartbeat_s"] / 4)
+            time.sleep(self.settings["engine"]["heartbeat_s"] / self.messages.BEATS)
         os._exit(1)
 
     def leave(self, code: int) -> None:

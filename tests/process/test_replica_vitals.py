@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from weightcast.engines.embedded.messages import BEATS
 from weightcast.engines.embedded.replica.backoff import Backoff
-from weightcast.engines.embedded.replica.vitals import STARTING_PERIODS, Attention, Vitals
+from weightcast.engines.embedded.replica.vitals import PATIENCE, STARTING_PERIODS, TICKS, Attention, Vitals
 
 
 def serving(ranks: int = 1) -> Vitals:
-    vitals = Vitals(ranks, heartbeat_s=2.0)
+    vitals = Vitals(ranks, still_s=2.0)
     for rank in range(ranks):
         vitals.ready(rank, 0.0)
     return vitals
@@ -58,7 +59,7 @@ def test_becoming_busy_starts_the_period_anew():
 
 
 def test_a_rank_that_starts_has_more_time_and_none_is_counted_before_its_first_heartbeat():
-    vitals = Vitals(2, heartbeat_s=2.0)
+    vitals = Vitals(2, still_s=2.0)
     assert vitals.hanging(1000.0) == {}
     vitals.beat(0, progress=0, busy=True, now=1000.0)
     vitals.beat(0, progress=0, busy=True, now=1005.0)
@@ -80,7 +81,7 @@ def test_time_in_which_nobody_looked_does_not_count():
 
 
 def test_after_a_stall_of_the_front_end_a_rank_still_has_what_it_had_left():
-    vitals, attention = Vitals(1, heartbeat_s=2.0), Attention(0.0, heartbeat_s=2.0)
+    vitals, attention = Vitals(1, still_s=2.0), Attention(0.0, heartbeat_s=2.0)
     vitals.ready(0, attention.at(0.0))
     assert vitals.hanging(attention.at(0.1)) == {}
     assert vitals.hanging(attention.at(60.0)) == {}
@@ -101,3 +102,8 @@ def test_delays_double_up_to_the_longest_and_begin_anew_after_health():
     for _ in range(2000):
         backoff.next_s()
     assert backoff.next_s() == 30.0
+
+
+def test_a_hang_is_noticed_within_one_heartbeat_period():
+    """A rank stands still right after a beat that told of progress; the next beat, then patience, then the next look."""
+    assert 1 / BEATS + PATIENCE + 1 / TICKS < 1

@@ -15,6 +15,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 PROTOCOL = 1
+BEATS = 8
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +121,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent four times per heartbeat period from the moment the process runs.
+    """Sent `BEATS` times per heartbeat period from the moment the process runs.
 
     `progress` counts layers, steps and messages handled. A rank that is `busy` and whose `progress` stands still hangs.
     """

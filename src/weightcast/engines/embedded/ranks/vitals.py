@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 import zmq
 
-from weightcast.engines.embedded.messages import Heartbeat, beat_identity, front_end_address
+from weightcast.engines.embedded.messages import BEATS, Heartbeat, beat_identity, front_end_address
 from weightcast.engines.embedded.settings import RankSettings
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Pulse:
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.IDENTITY, beat_identity(rank))
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, 4)  # beats that nobody takes are worth nothing later
+            socket.setsockopt(zmq.SNDHWM, BEATS)  # beats that nobody takes are worth nothing later
             socket.connect(front_end_address(self._settings.run_dir))
             while True:
                 beat = Heartbeat(rank=rank, progress=self._vitals.progress, busy=self._vitals.busy)
@@ -61,7 +61,7 @@ class Pulse:
                     socket.send(encoder.encode(beat), zmq.NOBLOCK)
                 except zmq.Again:
                     log.warning("beat rank=%d: the front end takes no heartbeats", rank)
-                if self._stop.wait(self._settings.engine.heartbeat_s / 4):
+                if self._stop.wait(self._settings.engine.heartbeat_s / BEATS):
                     return
                 if os.getppid() != self._settings.parent_pid:
                     log.error("leave rank=%d: the front end (pid %d) is gone", rank, self._settings.parent_pid)

@@ -30,7 +30,7 @@ from weightcast.engines.embedded.replica.identity import Identity
 from weightcast.engines.embedded.replica.processes import RankProcess, wait_all
 from weightcast.engines.embedded.replica.run_dir import RunDir
 from weightcast.engines.embedded.replica.status import Limits
-from weightcast.engines.embedded.replica.vitals import TICKS, Attention, Vitals
+from weightcast.engines.embedded.replica.vitals import PATIENCE, TICKS, Attention, Vitals
 from weightcast.engines.embedded.settings import EngineSettings, RankSettings
 from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
 
@@ -69,7 +69,7 @@ class Run:
         self._processes: list[RankProcess] = []
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tick_s = settings.heartbeat_s / TICKS
-        self._vitals = Vitals(settings.ranks, settings.heartbeat_s)
+        self._vitals = Vitals(settings.ranks, PATIENCE * settings.heartbeat_s)
         self._attention = Attention(self._loop.time(), settings.heartbeat_s)
         self._run_dir = RunDir()
         self._channel: Channel | None = None

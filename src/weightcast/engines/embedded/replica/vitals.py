@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TICKS = 32  # how often per heartbeat period the ranks are looked at: a hang is noticed that much late at most
+PATIENCE = 0.8  # how much of a heartbeat period a rank may be still: with the time between beats and looks less than one
 STARTING_PERIODS = 5  # importing a framework may hold the interpreter, and with it the heartbeat, for seconds
 
 
@@ -44,13 +45,13 @@ class _Signs:
 class Vitals:
     """The signs of life of all ranks of one start.
 
-    A rank lives while, within each heartbeat period, it says that it is idle or that it got somewhere. Until it is ready it
-    only has to be heard, `STARTING_PERIODS` apart, and before its first heartbeat not even that: the caller's deadline for
-    the start holds there, as one step of loading may be long.
+    A rank lives while, within each period of `still_s`, it says that it is idle or that it got somewhere. Until it is ready
+    it only has to be heard, `STARTING_PERIODS` apart, and before its first heartbeat not even that: the caller's deadline
+    for the start holds there, as one step of loading may be long.
     """
 
-    def __init__(self, ranks: int, heartbeat_s: float) -> None:
-        self._heartbeat_s = heartbeat_s
+    def __init__(self, ranks: int, still_s: float) -> None:
+        self._still_s = still_s
         self._signs = [_Signs() for _ in range(ranks)]
 
     def ready(self, rank: int, now: float) -> None:
@@ -73,13 +74,13 @@ class Vitals:
         return {rank: complaint for rank, complaint in found if complaint}
 
     def _complaint(self, signs: _Signs, now: float) -> str | None:
-        silent_s, still_s = now - signs.heard_at, now - signs.alive_at
+        silent_s, quiet_s = now - signs.heard_at, now - signs.alive_at
         if not signs.ready:
-            patience_s = STARTING_PERIODS * self._heartbeat_s
+            patience_s = STARTING_PERIODS * self._still_s
             silent = signs.beats > 0 and silent_s > patience_s
             return f"no heartbeat for {silent_s:.1f} s while starting" if silent else None
-        if still_s <= self._heartbeat_s:
+        if quiet_s <= self._still_s:
             return None
-        if signs.busy and silent_s <= self._heartbeat_s / 2:
-            return f"busy without progress for {still_s:.1f} s (stands at {signs.progress})"
+        if signs.busy and silent_s <= self._still_s / 2:
+            return f"busy without progress for {quiet_s:.1f} s (stands at {signs.progress})"
         return f"no heartbeat for {silent_s:.1f} s"
