@@ -17,9 +17,10 @@ demo: $(USE) ## Publish versions and deltas, and update a live model through eve
 test: $(WORK) ## The whole test suite, in random order, on two processes
 	$(BIN)/pytest -m "not slow" -n 2 --cov --cov-report= --cov-fail-under=93
 
-bench: $(WORK) ## Measure the delta codec and the engine, with their limits in the same run
+bench: $(WORK) ## Measure the delta codec, the engine and the pauses of updates, with their limits in the same run
 	$(BIN)/weightcast bench delta
 	$(BIN)/weightcast bench engine
+	$(BIN)/weightcast bench pause
 
 test-slow: $(WORK) ## The full form of the long matrices
 	$(BIN)/pytest -m slow

@@ -26,7 +26,10 @@ from weightcast.engines.embedded.replica.replica import Replica
 from weightcast.engines.embedded.settings import EngineSettings
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "scripted_rank.py"))
+FIRST = 4  # the first command that a test gives: the version that a replica starts with takes three
 PATIENCE_S = 20.0  # for facts that come soon on a machine that is not ours alone
+
+_made: list[Replica] = []  # in the test that runs
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -43,7 +46,13 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def _without_tasks_left(coroutine: Coroutine[Any, Any, None]) -> None:
-    await coroutine
+    _made.clear()
+    try:
+        await coroutine
+    except BaseException:
+        for replica in _made:  # else what the traceback keeps alive, sockets and ranks, would keep pytest from ending
+            await replica.close(drain_s=0)
+        raise
     await asyncio.sleep(0)
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left
@@ -79,8 +88,10 @@ def write_weights(directory: Path, value: float) -> None:
 
 
 def write_script(model_dir: Path, **ranks: dict[str, str]) -> None:
-    """How the ranks behave from their next start on: `rank_1={"start": "never"}`."""
-    (model_dir / "script.json").write_text(json.dumps({name.removeprefix("rank_"): how for name, how in ranks.items()}))
+    """How the ranks start next time, and what they do with commands from now on: `rank_1={"start": "never"}`."""
+    script = {name.removeprefix("rank_"): how for name, how in ranks.items()}
+    (model_dir / "script.new").write_text(json.dumps(script))
+    (model_dir / "script.new").rename(model_dir / "script.json")  # a rank may be reading it
 
 
 def new_replica(
@@ -90,7 +101,9 @@ def new_replica(
     settings = EngineSettings(
         model_dir=str(model_dir), ranks=ranks, heartbeat_s=heartbeat_s, start_timeout_s=start_timeout_s
     )
-    return Replica(settings, **({"program": PROGRAM, "backoff": Backoff(first_s=0.05, longest_s=0.1)} | more))
+    replica = Replica(settings, **({"program": PROGRAM, "backoff": Backoff(first_s=0.05, longest_s=0.1)} | more))
+    _made.append(replica)
+    return replica
 
 
 @asynccontextmanager

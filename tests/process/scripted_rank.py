@@ -18,9 +18,12 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+import xxhash
 import zmq
 
 ECHO, WAIT, DIE, EXIT, TELL, GARBAGE, FRAMES, STAND_STILL, IMPOSTOR, UNHEARD, STREAM, SLOW = range(12)
+
+STAGING = {"corrupt": ("digest_mismatch", "this rank got other bytes.")}  # how staging fails, by the script's word
 
 
 def load_messages() -> ModuleType:
@@ -37,22 +40,43 @@ def load_messages() -> ModuleType:
     return module
 
 
+def compare(path: Path, manifest: dict[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a checkpoint of one tensor: its bytes are behind the header, whose length comes first."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return "storage_failed", f"{path} is not there."
+    found = xxhash.xxh3_128_hexdigest(data[8 + int.from_bytes(data[:8], "little") :])
+    (tensor,) = manifest["tensors"]
+    if tensor["digest"] != f"xxh3-128:{found}":
+        return "digest_mismatch", f"{path} has other bytes than {manifest['version']}."
+    return None
+
+
 class Rank:
     """The main loop and the heartbeat of one rank."""
 
     def __init__(self, settings: dict[str, Any], messages: ModuleType) -> None:
         self.settings, self.messages, self.rank = settings, messages, settings["rank"]
-        script = Path(settings["engine"]["model_dir"]) / "script.json"
-        self.script = json.loads(script.read_text()).get(str(self.rank), {}) if script.exists() else {}
+        self.script = self.read_script()
         self.encode = msgspec.msgpack.Encoder().encode
         self.context = zmq.Context()
         self.socket = self.connect(messages.rank_identity(self.rank))
         self.progress, self.busy = 0, False
         self.acknowledged: dict[int, Any] = {}
         self.received: list[int] = []
+        self.actions: list[str] = []
         self.cancelled: list[str] = []
         self.executed = 0
         self.late: list[Any] = []
+        self.staged = ""
+        self.entered = False
+        self.version = ""  # of the weights that it pretends to hold
+
+    def read_script(self) -> dict[str, str]:
+        path = Path(self.settings["engine"]["model_dir"]) / "script.json"
+        script: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
+        return script.get(str(self.rank), {})
 
     def connect(self, identity: bytes) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.DEALER)
@@ -109,11 +133,8 @@ class Rank:
         if how == "stop":
             time.sleep(self.settings["engine"]["heartbeat_s"])  # it has been heard
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "touch":
-            (Path(self.settings["engine"]["model_dir"]) / "model.safetensors").touch()
         ready = messages.Ready(
             rank=self.rank, pid=os.getpid(), protocol=messages.PROTOCOL + (how == "protocol"),
-            version="another" if how == "version" else self.settings["version"],
             max_length=128, blocks=64 + (how == "limits"), vocab_size=1000, moe=False,
         )  # fmt: skip
         self.send(ready)
@@ -151,22 +172,54 @@ class Rank:
     def echo(self, request: Any) -> None:
         for place, token in enumerate(request.prompt):
             finish = "stop" if place == len(request.prompt) - 1 else None
-            self.output(
-                self.messages.Output(id=request.id, tokens=(token,), version=self.settings["version"], finish=finish)
-            )
+            self.output(self.messages.Output(id=request.id, tokens=(token,), version=self.version, finish=finish))
 
     def stream(self, request: Any) -> None:
         """Tokens in steps of a fixed length, until the front end has something else to say."""
         while not self.socket.poll(10):
             self.progress += 1
-            self.output(self.messages.Output(id=request.id, tokens=(5,), version=self.settings["version"]))
+            self.output(self.messages.Output(id=request.id, tokens=(5,), version=self.version))
 
     def output(self, output: Any) -> None:
         self.send(self.messages.Outputs(outputs=(output,)))
 
+    def load(self, command: Any) -> None:
+        """Stage and commit: that is how weights come. Only the bytes are real; the rest goes as the script says."""
+        messages, action, how = self.messages, command.action, self.read_script().get("load", "well")
+        result: Any = None
+        error: tuple[str, str] | None = None
+        if isinstance(action, messages.Stage):
+            manifest, scheme, place = json.loads(action.feeds[0].manifest), *action.feeds[0].source.split("://")
+            self.staged = manifest["version"]
+            error = ("wrong_state", "a commit was not ended.") if self.entered else STAGING.get(how)
+            if scheme == "checkpoint" and error is None:
+                error = compare(Path(place) / "model.safetensors", manifest)
+        elif isinstance(action, messages.Commit):
+            self.version, self.entered = "another" if how == "version" else self.staged, True
+            result = {"version": self.version, "pause_s": 0.0}
+        elif isinstance(action, messages.Settle | messages.Revert):
+            self.entered = False
+            result = {"version": self.version, "rank": self.rank}
+        elif isinstance(action, messages.DescribeWeights):
+            weights = {"rank": self.rank, "version": self.version, "state": "READY", "shard_digest": "", "nbytes": 0}
+            result = {"weights": weights, "previous": None}
+        self.send(messages.Acknowledged(rank=self.rank, id=command.id, result=result))
+        if isinstance(action, messages.Commit) and how == "slow proof":
+            time.sleep(0.2)
+        if isinstance(action, (messages.Stage, messages.Commit)):
+            self.send(messages.Report(rank=self.rank, job=command.id, done=True, error=error))
+
     def execute(self, command: Any) -> None:
+        messages = self.messages
+        loading = (
+            messages.Stage, messages.Abandon, messages.Commit, messages.Settle, messages.Revert, messages.DescribeWeights,
+        )  # fmt: skip
+        if isinstance(command.action, loading):
+            self.load(command)
+            return
         self.received.append(command.id)
-        how = self.script.get("commands", "well")
+        self.actions.append(type(command.action).__name__)
+        how = self.read_script().get("commands", "well")  # as it is now
         shutdown = isinstance(command.action, self.messages.Shutdown)
         if shutdown and self.script.get("shutdown") == "ignore":
             return
@@ -177,8 +230,8 @@ class Rank:
         if command.id not in self.acknowledged:
             self.executed += 1
             self.acknowledged[command.id] = self.acknowledgement(command, failing=how == "error")
-        if how == "late" and command.id == 1:
-            self.late.append(self.acknowledged[1])
+        if how == "late" and self.executed == 1 and not shutdown:
+            self.late.append(self.acknowledged[command.id])
             return
         for message in (*self.late, *[self.acknowledged[command.id]] * (2 if how == "twice" else 1)):
             self.send(message)
@@ -192,7 +245,7 @@ class Rank:
             return self.messages.Acknowledged(rank=self.rank, id=command.id, error=error)
         result = {
             "rank": self.rank, "pid": os.getpid(), "command": command.id, "received": list(self.received),
-            "executed": self.executed, "cancelled": list(self.cancelled),
+            "executed": self.executed, "cancelled": list(self.cancelled), "actions": list(self.actions),
         }  # fmt: skip
         return self.messages.Acknowledged(rank=self.rank, id=command.id, result=result)
 

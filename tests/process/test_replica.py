@@ -15,11 +15,13 @@ import psutil
 import pytest
 import zmq
 
-from weightcast.engines.embedded.messages import Describe, Sampling, Submit, front_end_address
+from weightcast.engines.embedded.messages import PROTOCOL, Describe, Sampling, Submit, front_end_address
 from weightcast.engines.embedded.replica import run
 from weightcast.engines.embedded.replica.status import Limits, ReplicaState
 from weightcast.errors import (
+    CommitFailed,
     DeadlineExceeded,
+    DigestMismatch,
     InvalidInput,
     NotFound,
     NotReady,
@@ -332,18 +334,18 @@ async def start_and_close(model_dir):
         ),
         ({"rank_1": {"start": "fail"}}, ReplicaFailed, r"rank 1 \(pid \d+\) reported unsupported_model"),
         ({"rank_1": {"start": "exit"}}, ReplicaFailed, r"rank 1 \(pid \d+\) ended with exit code 7"),
-        ({"rank_1": {"start": "protocol"}}, ReplicaFailed, "speaks protocol 2 instead of 1"),
-        ({"rank_0": {"start": "version"}}, ReplicaFailed, "loaded version another instead of step_7"),
+        ({"rank_1": {"start": "protocol"}}, ReplicaFailed, rf"speaks protocol {PROTOCOL + 1} instead of {PROTOCOL}"),
+        ({"rank_1": {"load": "version"}}, CommitFailed, "report other versions: {1: 'another'}.* All ranks went back"),
         (
             {"rank_0": {"start": "twice"}, "rank_1": {"start": "never"}},
             ReplicaFailed,
             "rank 0 .* said twice that it is ready",
         ),
         ({"rank_1": {"start": "limits"}}, ReplicaFailed, r"has blocks=6[45], and rank \d 6[45]"),
-        ({"rank_1": {"start": "touch"}}, ReplicaFailed, r"changed while version step_7 .* model\.safetensors"),
+        ({"rank_1": {"load": "corrupt"}}, DigestMismatch, r"(?s)staging step_7 failed on 1 of .* 1: this rank got other"),
         ({"rank_0": {"start": "stop"}}, ReplicaFailed, r"rank 0 .* hangs: no heartbeat for \d\.\d s while starting"),
     ],
-    ids=["both fail", "fail", "exit", "protocol", "version", "ready twice", "limits", "weights touched", "stopped"],
+    ids=["both fail", "fail", "exit", "protocol", "version", "ready twice", "limits", "weights changed", "stopped"],
 )
 @in_loop
 async def test_a_start_that_fails_says_why_and_leaves_nothing(model_dir, run_root, script, error, message):

@@ -7,40 +7,30 @@ seed counts only with a temperature. So every text that a test wants to see, it 
 from __future__ import annotations
 
 import asyncio
-import socket
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import httpx
 import msgspec
 import openai
+from control_weights import EchoStatus, EchoWeights
 
+from weightcast.control.listening import listen
 from weightcast.control.server import Server
 from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
 from weightcast.engines.embedded.byte_tokenizer import VOCAB_SIZE, tokenizer_files
 from weightcast.engines.embedded.messages import Describe, Output, RankStats, Routing, Submit, TokenLogprob
+from weightcast.engines.states import Operation
 from weightcast.errors import NotReady, Overloaded
 
 MODEL = "echo"
 WAIT_S = 20
-
-
-@dataclass(frozen=True)
-class EchoStatus:
-    state: str = "READY"
-    reason: str = "serving"
-    since: float = 0.0
-    version: str = "step_1"
-    root_digest: str = "xxh3-128:00"
-    restarts: int = 0
-
-    @property
-    def healthy(self) -> bool:
-        return self.state == "READY"
 
 
 @dataclass(frozen=True)
@@ -57,13 +47,14 @@ class EchoAnswer:
         self.engine, self.request = engine, request
         self.queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self.made = 0
+        self.stopped: str | None = None
         self.task = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:
         engine, request = self.engine, self.request
         while True:
             await asyncio.sleep(engine.step_s)
-            while engine.held_at is not None and self.made >= engine.held_at:
+            while self.stopped is None and (engine.frozen or (engine.held_at is not None and self.made >= engine.held_at)):
                 await asyncio.sleep(0.001)
             output = self._next()
             self.queue.put_nowait(output)
@@ -79,6 +70,8 @@ class EchoAnswer:
             return Output(id=request.id, tokens=(), version=version, finish="error", reason="rank 1 died (signal 9).")
         if engine.abort_at is not None and self.made >= engine.abort_at:
             return Output(id=request.id, tokens=(), version=version, finish="abort", reason="shutting down")
+        if self.stopped is not None:
+            return Output(id=request.id, tokens=(), version=version, finish="abort", reason=self.stopped)
         tokens, finish = [], None
         while finish is None and len(tokens) < engine.per_step and engine.version_at(self.made) == version:
             token = engine.token(request, self.made)
@@ -120,10 +113,9 @@ class EchoAnswer:
 
 
 @dataclass
-class EchoEngine:
+class EchoEngine(EchoWeights):
     """Knobs are turned by the test while the engine runs in another thread."""
 
-    status: EchoStatus = EchoStatus(state="STARTING", reason="starting", version="", root_digest="")
     max_length: int = 200
     blocks: int = 100
     moe: bool = True
@@ -149,7 +141,14 @@ class EchoEngine:
         return EchoLimits(max_length=self.max_length, moe=self.moe, blocks=self.blocks)
 
     def version_at(self, position: int) -> str:
-        return "step_2" if self.switch_at is not None and position >= self.switch_at else "step_1"
+        return "step_2" if self.switch_at is not None and position >= self.switch_at else self.status.version
+
+    def stop_requests(self, ids: Collection[str]) -> None:
+        for one in ids:
+            self.running[one].stopped = "aborted by the operator"
+
+    def made(self) -> dict[str, int]:
+        return {one: answer.made for one, answer in self.running.items()}
 
     def token(self, request: Submit, position: int) -> int:
         start = request.sampling.seed if request.sampling.temperature else 0
@@ -172,14 +171,15 @@ class EchoEngine:
         end = time.monotonic() + drain_s
         while self.running and time.monotonic() < end and 0 not in self.closes:
             await asyncio.sleep(0.005)
-        self.abort_at, self.held_at = 0, None
+        await self.end_updates()
+        self.abort_at, self.held_at, self.is_paused = 0, None, False
+        self.asleep.clear()
         while self.running:
             await asyncio.sleep(0.005)
         self.status = replace(self.status, state="CLOSED")
 
     def submit(self, request: Submit) -> EchoAnswer:
-        if not self.status.healthy:
-            raise NotReady(f"the replica takes no requests now: it is {self.status.state}.")
+        self._allow(Operation.GENERATE)
         if len(self.running) >= self.max_requests:
             raise Overloaded(f"{len(self.running)} requests are in flight.")
         self.submitted.append(request)
@@ -206,6 +206,7 @@ class Running:
     error: list[BaseException]
     announced: list[str]
     thread: threading.Thread
+    http: httpx.Client
 
     def openai(self, **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S, **options)
@@ -223,15 +224,16 @@ def serving(model_dir: Path, **options: object) -> Iterator[Running]:
         **{"model_name": MODEL, "port": 0, **{name: options[name] for name in options if name in names}}
     )
     tokenizer = Tokenizer.read(model_dir)
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    http = httpx.Client(base_url=url, timeout=WAIT_S)
     started: list[Running] = []
     ready = threading.Event()
 
     async def run() -> None:
         engine = EchoEngine(**engine_options)
         server = Server(engine, tokenizer, settings)
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        started.append(Running(engine, server, url, asyncio.get_running_loop(), [], [], thread))
+        started.append(Running(engine, server, url, asyncio.get_running_loop(), [], [], thread, http))
         if engine.start_held:
             ready.set()
         await server.run(listening, lambda url: (started[0].announced.append(url), ready.set()))
@@ -255,6 +257,7 @@ def serving(model_dir: Path, **options: object) -> Iterator[Running]:
                 started[0].stop()
         thread.join(WAIT_S)
         assert not thread.is_alive()
+        http.close()
         listening.close()
 
 
@@ -273,3 +276,18 @@ def wait_for(fact: object, what: str = "") -> None:
     while not fact():
         assert time.monotonic() < end, what or "it did not happen"
         time.sleep(0.005)
+
+
+def read_metrics(url):
+    """Every sample, after checking that each line is what Prometheus reads."""
+    samples, types = {}, {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith("# TYPE"):
+            _, _, name, kind = line.split(" ")
+            types[name] = kind
+        elif not line.startswith("# HELP"):
+            matched = re.fullmatch(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})? (-?[0-9.e+]+)', line)
+            assert matched, line
+            assert any(matched[1] in (name, f"{name}_bucket", f"{name}_sum", f"{name}_count") for name in types)
+            samples[matched[1] + (matched[2] or "")] = float(matched[3])
+    return samples

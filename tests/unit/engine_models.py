@@ -5,12 +5,16 @@ from pathlib import Path
 import torch
 from engine_sequences import PagedSequences
 
+from weightcast.clock import Deadline
 from weightcast.engines.embedded.model.build import build_model
 from weightcast.engines.embedded.model.cache import KVCache
-from weightcast.engines.embedded.model.loading import load
+from weightcast.engines.embedded.model.held import shards_of
 from weightcast.engines.embedded.model.parallel import OneRank
+from weightcast.engines.embedded.model.weights import materialize
 from weightcast.engines.embedded.model_config import ModelConfig
-from weightcast.store.checkpoint import Checkpoint
+from weightcast.transports.checkpoint import CheckpointReceiver
+from weightcast.worker.live_model import LiveModel
+from weightcast.worker.shards import cut
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and wait for it where cores are shared
 
@@ -26,11 +30,33 @@ class FakeRank:
 
 
 def loaded(directory, *, ranks=None, dtype=torch.float32, experts="sharded", main=None):
-    model = build_model(
-        ModelConfig.read(directory), ranks or OneRank(), dtype=dtype, device="cpu", experts=experts, main=main
-    )
-    load(model, Checkpoint(Path(directory)))
+    model = empty(directory, ranks=ranks, dtype=dtype, experts=experts, main=main)
+    load(model, directory)
     return model
+
+
+def empty(directory, *, ranks=None, dtype=torch.float32, experts="sharded", main=None):
+    """The model of a checkpoint as a rank starts with it: without weights."""
+    config = ModelConfig.read(directory)
+    model = build_model(config, ranks or OneRank(), dtype=dtype, device="meta", experts=experts, main=main)
+    materialize(model, "cpu", weights=False)
+    return model
+
+
+def load(model, directory, *, names=(), ignore=()):
+    """Bring a checkpoint into a model in the way a rank does, which knows no other way for a first version."""
+    receiver = CheckpointReceiver(Path(directory))
+    version = cut_from(model, receiver, receiver.identify(deadline=Deadline.after(60)), names=names, ignore=ignore)
+    return LiveModel(model).update(version.newest(), source=version)
+
+
+def cut_from(model, receiver, manifest, *, names=(), ignore=()):
+    """What a model holds of a version."""
+    shards = shards_of(model, names=names, ignore=ignore)
+    return cut(
+        receiver, manifest, shards,
+        held=None, mode="copy", checksum=True, deadline=Deadline.after(60), progress=lambda *_: None,
+    )  # fmt: skip
 
 
 def new_cache(model, sequences, *, ranks=1, hidden=False, dtype=torch.float32):
@@ -79,10 +105,10 @@ def step(model, cache, sequences, turns, **options):
     return {name: logits[start:stop] for name, (start, stop) in zip(turns, bounds, strict=True)}
 
 
-def greedy(model, given, count):
-    """Continue prompts together, `count` tokens each."""
-    sequences = PagedSequences(blocks=256)
-    cache, turns, said = new_cache(model, sequences), dict(given), {name: [] for name in given}
+def greedy(model, given, count, *, sequences=None, cache=None):
+    """Continue prompts together, `count` tokens each; in a fresh cache, or behind what is in the one that is given."""
+    sequences = sequences or PagedSequences(blocks=256)
+    cache, turns, said = cache or new_cache(model, sequences), dict(given), {name: [] for name in given}
     for _ in range(count):
         batch = sequences.batch(turns)
         chosen = model.logits(model(batch, cache)[batch.rows]).argmax(-1).tolist()

@@ -4,11 +4,13 @@ import json
 import re
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from control_engine import MODEL, EchoStatus, serving, wait_for, write_model_dir
+from control_engine import MODEL, serving, wait_for, write_model_dir
+from control_weights import EchoStatus
 
 from weightcast import errors
 from weightcast.control.statuses import status_of
@@ -53,16 +55,34 @@ def test_every_error_has_a_status():
     while waiting:
         cls = waiting.pop()
         found[cls.__name__] = status_of(cls)
-        waiting += [sub for sub in cls.__subclasses__() if sub.__module__ == errors.__name__]
+        waiting += [sub for sub in cls.__subclasses__() if sub.__module__.startswith(f"{errors.__name__}.")]
 
     named = {name for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, errors.WeightcastError)}
     assert set(found) == named
     expected = {
         "InvalidInput": 422, "UnsupportedModel": 422, "NotFound": 404, "SnapshotNotFound": 404, "Conflict": 409,
         "UpdateInProgress": 409, "Overloaded": 429, "NotReady": 503, "ReplicaFailed": 503, "DeadlineExceeded": 504,
-        "Corrupt": 500, "StorageFailed": 500, "WeightcastError": 500,
+        "Corrupt": 502, "DigestMismatch": 502, "SourceFailed": 502, "StorageFailed": 500, "WeightcastError": 500,
+        "VersionDoesNotFit": 422, "DeltaDoesNotFit": 422, "VerificationUnavailable": 422, "CommitFailed": 500,
+        "UpdateFailed": 500, "UpdateCancelled": 409, "VersionNotServed": 409, "WrongState": 409,
+        "BaseVersionMismatch": 409,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_page_of_errors_tells_every_code_and_its_status():
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
+    known = {name: getattr(errors, name) for name in errors.__all__ if hasattr(getattr(errors, name), "code")}
+    told = {
+        name: int(status)
+        for status, names in re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+    assert rows == {name: cls.code for name, cls in known.items() if name != "WeightcastError"}
+    assert told == {name: status_of(known[name]) for name in told}
+    assert set(told.values()) == {status_of(cls) for cls in known.values()}
 
 
 def test_all_fields_that_are_wrong_are_listed_at_once(server):
@@ -276,7 +296,7 @@ def test_an_engine_that_is_not_ready_takes_nothing_and_says_why(server):
     assert health.status_code == 503
     assert health.json() | {"since": 0} == {
         "status": "unavailable", "state": "RESTARTING", "reason": "rank 1 died", "since": 0, "version": "step_1",
-        "root_digest": "xxh3-128:00", "restarts": 1,
+        "root_digest": "xxh3-128:00", "restarts": 1, "paused": False, "legacy_status": 1,
     }  # fmt: skip
     assert httpx.get(f"{server.url}/v1/stats").status_code == 503
 

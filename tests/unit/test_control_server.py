@@ -1,7 +1,6 @@
 """The life of a server: starting, health, metrics, draining, and the address it listens on."""
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -11,11 +10,11 @@ import time
 import httpx
 import openai
 import pytest
-from control_engine import MODEL, WAIT_S, EchoEngine, serving, wait_for, write_model_dir
+from control_engine import MODEL, WAIT_S, EchoEngine, read_metrics, serving, wait_for, write_model_dir
 
 from weightcast.cli.serve import serve as serve_command
 from weightcast.control.listening import listen, port_told, url_of
-from weightcast.control.metrics import Histogram
+from weightcast.control.prometheus import Histogram
 from weightcast.control.server import serve
 from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
@@ -119,21 +118,6 @@ def test_idle_connections_do_not_hold_up_the_end(model_dir):
         assert not server.thread.is_alive()
 
 
-def read_metrics(url):
-    """Every sample, after checking that each line is what Prometheus reads."""
-    samples, types = {}, {}
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
-        if line.startswith("# TYPE"):
-            _, _, name, kind = line.split(" ")
-            types[name] = kind
-        elif not line.startswith("# HELP"):
-            matched = re.fullmatch(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})? (-?[0-9.e+]+)', line)
-            assert matched, line
-            assert any(matched[1] in (name, f"{name}_bucket", f"{name}_sum", f"{name}_count") for name in types)
-            samples[matched[1] + (matched[2] or "")] = float(matched[3])
-    return samples
-
-
 def test_metrics_count_what_happened(model_dir):
     with serving(model_dir, cached_tokens=2) as server, server.openai() as client:
         assert read_metrics(server.url)["weightcast_completion_tokens_total"] == 0
@@ -202,6 +186,13 @@ def test_an_ipv6_address_can_be_listened_on():
         pytest.skip("no IPv6")
     with listening:
         assert url_of(listening).startswith("http://[::1]:")
+
+
+def test_replies_do_not_wait_for_acknowledgements():
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_the_port_file_is_there_meanwhile(tmp_path):

@@ -219,6 +219,54 @@ def test_experts_stacked_along_a_dimension_of_their_own(density, rng):
     fused_check(base, new, held, lambda state: np.stack([cut(state[name], box) for name in mine]))
 
 
+@st.composite
+def placed_pairs(draw):
+    """Two versions of some matrices, and a parameter made of boxes of them: each perhaps transposed, in a slot of a stack,
+    beside the others or below them, with elements left over.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from([DType.F8_E4M3, DType.BF16, DType.F32, DType.F64, DType.C64]))
+    density, far = draw(st.sampled_from([0, 0.03, 0.3, 1])), draw(st.booleans())
+    old, new, placements, corner = {}, {}, [], (0, 0)
+    beside, stacked = draw(st.booleans()), draw(st.booleans())
+    for number in range(draw(st.integers(1, 4))):
+        name = f"m{number}"
+        shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+        old[name], new[name] = pair(rng, dtype, shape, density=density, far=far)
+        start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        box = Box(start, tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, start, strict=True)))
+        at = (number, draw(st.integers(0, 3)), draw(st.integers(0, 3))) if stacked else corner
+        placement = Placement(name, box, at, transposed=draw(st.booleans()))
+        placements.append(placement)
+        size = placement.target.shape
+        corner = (0, corner[1] + size[1]) if beside else (corner[0] + size[0], 0)
+    ends = [[s + n for s, n in zip(p.target.start, p.target.shape, strict=True)] for p in placements]
+    shape = tuple(max(column) + draw(st.integers(0, 2)) for column in zip(*ends, strict=True))
+    return old, new, Held(TensorSpec("p", dtype, shape), tuple(draw(st.permutations(placements))))
+
+
+def put_together(state, held):
+    """A parameter made by hand from a state."""
+    whole = np.zeros(held.spec.shape, held.spec.dtype.numpy)
+    for placement in held.placements:
+        part = cut(state[placement.source], placement.box)
+        cut(whole, placement.target)[...] = part.T if placement.transposed else part
+    return whole
+
+
+@settings(max_examples=150)
+@given(sample=placed_pairs())
+def test_slicing_commutes_with_applying_for_every_placement(sample):
+    old, new, held = sample
+    sliced = delta.slice(between(old, new), [held])
+    target = {"p": put_together(old, held)}
+    delta.apply(target, sliced)
+    assert same(target, {"p": put_together(new, held)})
+    assert equal_deltas(
+        sliced, between({"p": put_together(old, held)}, target)
+    )  # so indices are sorted, and the form normal
+
+
 def test_slices_that_do_not_fit_are_all_listed(rng):
     old, new = pair(rng, DType.BF16, (6, 8), density=0.1)
     whole = between({"w": old, "v": old}, {"w": new, "v": new})

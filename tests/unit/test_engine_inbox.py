@@ -62,9 +62,7 @@ def front_end(run_dir):
 
 @pytest.fixture
 def inbox(run_dir, front_end):
-    settings = RankSettings(
-        engine=EngineSettings(model_dir="unused", ranks=2), rank=1, run_dir=str(run_dir), parent_pid=1, version="v"
-    )
+    settings = RankSettings(engine=EngineSettings(model_dir="unused", ranks=2), rank=1, run_dir=str(run_dir), parent_pid=1)
     with Inbox(settings) as box:
         box.send(Acknowledged(rank=1, id=0))  # the router knows a rank from its first message on
         front_end.receive()

@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import loaded, logits_of, new_cache, prompts
+from engine_models import load, loaded, logits_of, new_cache, prompts
 from engine_sequences import PagedSequences
 from safetensors.torch import load_file
 
 from weightcast.engines.embedded.drafts import init_draft
-from weightcast.engines.embedded.model.loading import load
 from weightcast.engines.embedded.model.weights import declared_weights
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import InvalidInput
-from weightcast.store.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module", params=["tiny", "moe"])
@@ -148,7 +146,7 @@ def test_a_head_owns_neither_embedding_nor_head(pair):
     names = {weight.name for weight in declared_weights(head)}
     assert not names & {"embedding.weight", "head.weight"}
     assert not {id(parameter) for parameter in head.parameters()} & {id(parameter) for parameter in main.parameters()}
-    load([head], Checkpoint(directory / "head"))
+    load(head, directory / "head")
 
 
 def test_a_head_without_the_main_models_states_is_refused(pair):
@@ -166,7 +164,9 @@ def test_a_main_model_and_its_head_load_from_one_checkpoint(pair, tmp_path):
     main, head, directory = pair
     tensors = [load_file(directory / name / "model.safetensors") for name in ("main", "head")]
     save_file(tensors[0] | tensors[1], tmp_path / "model.safetensors")
-    load([main, head], Checkpoint(tmp_path))
+    load(main, tmp_path, ignore=["mtp.*"])
+    load(head, tmp_path, names=["mtp.*"], ignore=["model.*"])
+    assert main.decoder.norm.weight.equal(tensors[0]["model.norm.weight"])
     assert head.decoder.norm.weight.equal(tensors[1]["mtp.norm.weight"])
 
 

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_models import FakeRank, loaded, logits_of, prompts, reference, reference_logits
+from engine_models import FakeRank, cut_from, empty, load, loaded, logits_of, prompts, reference, reference_logits
 from safetensors.torch import load_file, save_file
 
+from weightcast.clock import Deadline
 from weightcast.engines.embedded.model.build import build_model
-from weightcast.engines.embedded.model.loading import load
 from weightcast.engines.embedded.model.parallel import OneRank
 from weightcast.engines.embedded.model.weights import WeightLayout, WeightPiece, declared_weights, materialize
 from weightcast.engines.embedded.model_config import ModelConfig
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import InvalidInput, PartCorrupt, UnsupportedModel, VersionDoesNotFit
-from weightcast.store.checkpoint import Checkpoint
 from weightcast.tensors.boxes import Box
+from weightcast.tensors.flat import BLOCK_NBYTES
+from weightcast.transports.checkpoint import CheckpointReceiver
 
 KINDS = {
     "tiny": {},
@@ -71,7 +72,7 @@ def test_every_rank_holds_its_boxes_after_a_first_and_a_second_load(versions, si
         model = loaded(versions[0], ranks=FakeRank(rank, size), experts=experts)
         assert_holds(model, tensors_of(versions[0]))
         addresses = {weight.name: weight.parameter.data_ptr() for weight in declared_weights(model)}
-        load(model, Checkpoint(versions[1]))
+        load(model, versions[1])
         assert_holds(model, tensors_of(versions[1]))
         assert addresses == {weight.name: weight.parameter.data_ptr() for weight in declared_weights(model)}
 
@@ -90,7 +91,7 @@ def test_the_ranks_together_hold_every_element_of_every_tensor(versions, size, e
 
 def test_a_second_version_runs_as_a_fresh_model_would(versions):
     model, given = loaded(versions[0]), prompts(12, 3)
-    load(model, Checkpoint(versions[1]))
+    load(model, versions[1])
     for name, logits in logits_of(loaded(versions[1]), given).items():
         assert logits_of(model, given)[name].equal(logits)
 
@@ -108,7 +109,7 @@ def test_building_on_meta_allocates_nothing_and_materializing_allocates_once(ver
     assert sum(storages.values()) == sum(2 * weight.parameter.numel() for weight in weights)
     assert len(storages) == len(weights) == len(list(model.parameters()))
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
-    load(model, Checkpoint(versions[0]))
+    load(model, versions[0])
 
 
 def test_layouts_are_fused_transposed_and_stacked(tmp_path):
@@ -171,7 +172,7 @@ def test_every_rank_lists_every_mismatch_and_writes_nothing(tmp_path, rank):
         "model.layers.3.mlp.gate.weight": torch.zeros(8, 64),
     })  # fmt: skip
     with pytest.raises(VersionDoesNotFit) as caught:
-        load(model, Checkpoint(tmp_path / "v2"))
+        load(model, tmp_path / "v2")
     assert {(mismatch.kind, mismatch.name) for mismatch in caught.value.mismatches} == {
         ("missing", "model.norm.weight"),
         ("missing", "model.layers.2.mlp.experts.5.up_proj.weight"),
@@ -202,18 +203,17 @@ def test_a_checkpoint_in_several_files_loads_like_one(tmp_path):
     torch.testing.assert_close(found, known, atol=2e-5, rtol=2e-5)
 
 
-def test_loading_needs_little_more_than_the_largest_tensor(tmp_path):
+def test_a_first_load_takes_over_what_it_fetched_instead_of_copying_it(tmp_path):
     import tracemalloc
 
-    init_checkpoint(tmp_path / "m", "tiny", num_hidden_layers=12, intermediate_size=512)
-    model = build_model(ModelConfig.read(tmp_path / "m"), OneRank(), dtype=torch.float32, device="cpu")
-    checkpoint = Checkpoint(tmp_path / "m")
-    largest = max(spec.nbytes for spec in checkpoint.specs.values())
+    init_checkpoint(tmp_path / "m", "tiny", num_hidden_layers=24, intermediate_size=2048)
+    model = empty(tmp_path / "m")
+    nbytes = sum(4 * weight.parameter.numel() for weight in declared_weights(model))
     tracemalloc.start()
-    load(model, checkpoint)
+    load(model, tmp_path / "m")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2 * largest + (1 << 20) < checkpoint.nbytes
+    assert peak < nbytes + 4 * BLOCK_NBYTES + (4 << 20) < 2 * nbytes  # read ahead, and the tensor that is cut
 
 
 def test_a_layout_that_misses_or_repeats_an_element_cannot_be_declared():
@@ -279,8 +279,11 @@ def _moe(directory: Path) -> Path:
 def test_a_file_that_ends_too_early_is_refused(tiny_dir, tmp_path):
     model = loaded(tiny_dir)
     shutil.copytree(tiny_dir, tmp_path / "short")
-    checkpoint = Checkpoint(tmp_path / "short")
+    receiver = CheckpointReceiver(tmp_path / "short")
+    manifest = receiver.identify(deadline=Deadline.after(60))
+    receiver.close()
     path = tmp_path / "short" / "model.safetensors"
     path.write_bytes(path.read_bytes()[: -(1 << 16)])
     with pytest.raises(PartCorrupt, match=r"model\.safetensors"):
-        load(model, checkpoint)
+        cut_from(model, receiver, manifest)
+    assert_holds(model, tensors_of(tiny_dir))

@@ -199,7 +199,7 @@ def test_spare_buffers_follow_also_over_several_versions_and_are_dropped_by_othe
 def test_clear_drops_the_spare_buffers_too(source, nets, live):
     live.update("v1", commit="swap")
     live.clear()
-    assert live._spare is None
+    assert live._holding.take_spare() is None
     live.update("v2")
     assert bits(live.net) == bits(nets[2])
 

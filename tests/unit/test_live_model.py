@@ -553,7 +553,7 @@ def test_a_deadline_leaves_the_old_version(versions):
 # --- two phases ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["copy", "swap"])
+@pytest.mark.parametrize("mode", MODES)
 def test_staging_touches_nothing_and_commit_or_abandon_ends_it(versions, mode):
     net = make(0)
     live = LiveModel(net, source=versions)
@@ -703,8 +703,8 @@ def test_wrong_calls_are_refused_with_the_choices(versions):
         live.update("step_1", source=f"file://{versions.path}?speed=11")
     with pytest.raises(InvalidInput, match="copy, swap, inplace or delta"):
         live.update("step_1", source=versions, commit="magic")
-    with pytest.raises(InvalidInput, match="copy, swap or delta"):
-        live.stage("step_1", source=versions, commit="inplace")
+    with pytest.raises(InvalidInput, match="copy, swap, inplace or delta"):
+        live.stage("step_1", source=versions, commit="magic")
     with pytest.raises(VersionNotFound, match="step_1, step_2"):
         live.update("step_7", source=versions)
     assert live.state is State.READY

@@ -67,12 +67,16 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that must be at most or at least its limit. One that is not asserted may miss it: it is only reported."""
+    """A figure that must be at most or at least its limit. One that is not asserted may miss it: it is only reported.
+
+    `why` says what it is not asserted for.
+    """
 
     value: float
     limit: float
     at: At
     asserted: bool = True
+    why: str = ""
 
     @property
     def ok(self) -> bool:
@@ -98,7 +102,7 @@ class Report:
 
     def to_json(self) -> bytes:
         """One JSON document."""
-        targets = {name: asdict(target) | {"ok": target.ok} for name, target in self.targets.items()}
+        targets = {name: _as_dict(target) for name, target in self.targets.items()}
         document = {
             "bench": self.bench,
             "machine": asdict(self.machine),
@@ -108,3 +112,8 @@ class Report:
             "targets": targets,
         }
         return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def _as_dict(target: Target) -> dict[str, Any]:
+    fields = asdict(target) | {"ok": target.ok}
+    return fields if target.why else {name: value for name, value in fields.items() if name != "why"}

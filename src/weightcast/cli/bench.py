@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from weightcast.bench import engine_bench
+from weightcast.bench import engine_bench, pause_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
-from weightcast.cli.output import emit, size, table
+from weightcast.cli.output import Size, emit, size, table
 
 _Columns = dict[str, Callable[[Row], str]]
 
@@ -75,6 +75,42 @@ def engine(output: str | None, quick: bool, rounds: int | None, seed: int) -> No
     with _status() as say:
         report = engine_bench.run_engine_bench(settings, say)
     _show(report, output, _draw_engine_rows)
+
+
+@bench.command(short_help="Pauses of a replica that is updated.")
+@_OUTPUT
+@click.option("--size", "nbytes", type=Size(), default="512MiB", show_default=True, help="Of the model, about.")
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Processes that share the model.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="To take the fastest of.")
+@click.option(
+    "--window",
+    "window_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=4.0,
+    show_default=True,
+    help="Seconds over which tokens are counted, six times.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Where versions lie meanwhile.  [default: /dev/shm if it has room]",
+)
+def pause(
+    output: str | None, nbytes: int, ranks: int, rounds: int, window_s: float, seed: int, directory: str | None
+) -> None:
+    """Measure how long a replica under load cannot compute while an update is committed, in every way to commit.
+
+    Full versions by copy and by swap, deltas of 1 % by scatter and by swap; beside them, in the same run, as many processes
+    as there are ranks copying as much memory. And tokens per second of eight streams, with and without staging.
+    """
+    settings = pause_bench.PauseSettings(
+        nbytes=nbytes, ranks=ranks, rounds=rounds, window_s=window_s, seed=seed, directory=directory
+    )
+    with _status() as say:
+        report = pause_bench.run_pause_bench(settings, say)
+    _show(report, output, _draw_pause_rows)
 
 
 def _show(report: Report, output: str | None, draw_rows: Callable[[Console, Report], None]) -> None:
@@ -173,10 +209,42 @@ def _draw_engine_rows(console: Console, report: Report) -> None:
     console.print(drawn)
 
 
+_PAUSES: _Columns = {
+    "update": lambda row: row["kind"],
+    "rounds": lambda row: str(row["rounds"]),
+    "pause ms": lambda row: f"{row['ms']:.1f}",
+    "median ms": lambda row: f"{row['median_ms']:.1f}",
+    "worst ms": lambda row: f"{row['worst_ms']:.1f}",
+    "staging s": lambda row: f"{row['stage_s']:.2f}",
+    "memory": lambda row: f"{row['risen_shards']:.2f}",
+    "longest gap ms": lambda row: f"{row['longest_gap_ms']:.1f}",
+    "usual gap ms": lambda row: f"{row['usual_gap_ms']:.1f}",
+}
+
+
+def _draw_pause_rows(console: Console, report: Report) -> None:
+    of = {row["kind"]: row for row in report.rows}
+    drawn = table(*_PAUSES, right=tuple(name for name in _PAUSES if name != "update"))
+    for row in report.rows:
+        if "stage_s" in row:
+            drawn.add_row(*(shown(row) for shown in _PAUSES.values()))
+    copied, served = of["memcpy"], of["throughput"]
+    console.print("")
+    console.print(drawn)
+    console.print(
+        f"memcpy of a shard: {copied['ms']:.1f} ms, median {copied['median_ms']:.1f} ms, {copied['gb_per_s']:.2f} GB/s each"
+    )
+    console.print(
+        f"{served['streams']} streams: {served['staging_tokens_per_s']:.0f} tokens/s while staging, "
+        f"{served['tokens_per_s']:.0f} without"
+    )
+
+
 def _draw_targets(console: Console, report: Report) -> None:
     drawn = table("target", "value", "limit", "", right=("value", "limit"))
     for name, target in report.targets.items():
         verdict = "ok" if target.ok else "MISSED" if target.asserted else "missed, not asserted"
+        verdict += f": {target.why}" if target.why and not target.ok else ""
         drawn.add_row(name, f"{target.value:.3f}", f"{'≤' if target.at == 'most' else '≥'} {target.limit:g}", verdict)
     console.print("")
     console.print(drawn)

@@ -8,7 +8,7 @@ from typing import get_args
 import click
 
 from weightcast.cli.output import Size
-from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts
+from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts, Graphs
 from weightcast.errors import MissingExtra
 
 _COUNT = click.IntRange(min=1)
@@ -27,6 +27,22 @@ _ENGINE = EngineSettings(model_dir="")
 @click.option("--served-model-name", help="What requests call the model.  [default: the name of MODEL_DIR]")
 @click.option("--draft", type=click.Path(path_type=Path), help="Directory of a draft (MTP) model: guesses tokens ahead.")
 @click.option("--draft-tokens", type=_COUNT, default=_ENGINE.draft_tokens, show_default=True, help="Guessed at a time.")
+@click.option(
+    "--draft-names",
+    multiple=True,
+    metavar="PATTERN",
+    help="Tensors of a version that feed the draft model, as a pattern; without it the draft stays as it is.",
+)
+@click.option("--source", metavar="URL", help="Where updates come from unless they say otherwise: a store, or its URL.")
+@click.option("--follow", is_flag=True, help="Take each new version of --source by itself.")
+@click.option(
+    "--follow-poll",
+    type=_SECONDS,
+    default=1.0,
+    show_default=True,
+    metavar="SEC",
+    help="How often --follow looks for a new version.",
+)
 @click.option(
     "--device", type=click.Choice(get_args(Device)), default=_ENGINE.device, show_default=True, help="Where it runs."
 )
@@ -52,6 +68,13 @@ _ENGINE = EngineSettings(model_dir="")
 )
 @click.option("--block-size", type=_COUNT, default=_ENGINE.block_size, show_default=True, help="Tokens per KV block.")
 @click.option("--no-prefix-cache", is_flag=True, help="Compute every prompt from its first token.")
+@click.option(
+    "--graphs",
+    type=click.Choice(get_args(Graphs)),
+    default=_ENGINE.graphs,
+    show_default=True,
+    help="Captured step functions: compile (torch.compile) or cuda (CUDA graphs).",
+)
 @click.option("--threads", type=_COUNT, help="Of each rank on a CPU.  [default: the cores divided by the ranks]")
 @click.option(
     "--heartbeat",
@@ -94,6 +117,10 @@ def serve(
     served_model_name: str | None,
     draft: Path | None,
     draft_tokens: int,
+    draft_names: tuple[str, ...],
+    source: str | None,
+    follow: bool,
+    follow_poll: float,
     device: Device,
     dtype: Dtype,
     experts: Experts,
@@ -103,6 +130,7 @@ def serve(
     kv_cache: int,
     block_size: int,
     no_prefix_cache: bool,
+    graphs: Graphs,
     threads: int | None,
     heartbeat: float,
     start_timeout: float,
@@ -115,14 +143,28 @@ def serve(
     rank that dies or hangs ends the requests in flight with an error, and all ranks are started again. SIGTERM and SIGINT
     let running requests finish; a second one does not.
 
+    New weights are put in while it serves: /v1/update_weights fetches, verifies and commits a version on all ranks, or on
+    none. An update goes on if its caller goes away; DELETE /v1/updates/ID cancels it.
+
     \b
     paths:    POST /v1/completions /v1/chat/completions
               GET  /v1/models /v1/stats /health /ping /metrics
+    weights:  POST /v1/update_weights
+              GET  /v1/updates/ID   DELETE /v1/updates/ID
+              GET  /v1/weights
+              POST /v1/weights/verify /v1/weights/rollback /v1/weights/recover /v1/weights/digest
+    control:  POST /v1/pause /v1/resume /v1/abort_requests /v1/sleep /v1/wakeup
+              GET  /v1/is_paused
+    legacy:   POST /clear_load_weight /update_model_weight (or GET)
     exit status: 0 drained after a signal
                  1 the model could not be loaded or the ranks could not be started
                  2 the call itself is wrong: a directory, an option, a port in use
-    example:  weightcast serve ./checkpoints/100 --ranks 2 --port 8000
+    example:  weightcast serve ./checkpoints/100 --ranks 2 --port 8000 --source /mnt/store --follow
     """  # fmt: skip
+    if follow and source is None:
+        raise click.UsageError("--follow needs --source: where new versions come from.")
+    if draft_names and draft is None:
+        raise click.UsageError("--draft-names needs --draft: the model that they feed.")
     try:
         from weightcast.control.server import serve as run  # noqa: PLC0415 - extras, and slow to import
         from weightcast.control.settings import ServerSettings  # noqa: PLC0415
@@ -133,6 +175,8 @@ def serve(
     engine = EngineSettings(
         model_dir=str(model_dir.absolute()),
         draft_dir=str(draft.absolute()) if draft is not None else None,
+        draft_names=draft_names,
+        source=_absolute(source) if source is not None else None,
         ranks=ranks,
         device=device,
         dtype=dtype,
@@ -144,6 +188,7 @@ def serve(
         max_step_tokens=max(_ENGINE.max_step_tokens, max_batch),
         prefix_cache=not no_prefix_cache,
         draft_tokens=draft_tokens,
+        graphs=graphs,
         threads=threads,
         heartbeat_s=heartbeat,
         start_timeout_s=start_timeout,
@@ -156,6 +201,8 @@ def serve(
         request_timeout_s=request_timeout,
         drain_timeout_s=drain_timeout,
         max_choices=min(128, max_queue),
+        follow=follow,
+        follow_poll_s=follow_poll,
     )
     tokenizer = Tokenizer.read(model_dir)
     run(
@@ -169,3 +216,8 @@ def serve(
 def _name(model_dir: Path) -> str:
     """The directory's name as it was given; that of its target only for . and .. (a link called "latest" is "latest")."""
     return model_dir.name if model_dir.name not in ("", "..") else model_dir.resolve().name
+
+
+def _absolute(source: str) -> str:
+    """A directory as every rank can open it, wherever it runs; a URL as it is."""
+    return source if "://" in source else str(Path(source).absolute())

@@ -1,28 +1,39 @@
-"""The HTTP surface: every path, and every error in OpenAI's envelope."""
+"""The HTTP surface: every path, and the envelope of every error.
+
+Answers and reports have OpenAI's; control calls have their own, whatever goes wrong with them.
+"""
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import compile_path
+from starlette.types import ASGIApp
 
 from weightcast import __version__
+from weightcast.control.control_replies import failure_content
+from weightcast.control.control_routes import add_routes
 from weightcast.control.exchange import Exchange
-from weightcast.control.metrics import CONTENT_TYPE, read_stats
+from weightcast.control.health import health_content
+from weightcast.control.legacy_routes import LEGACY_ROUTES
+from weightcast.control.metrics import read_stats
+from weightcast.control.pause_routes import PAUSE_ROUTES
+from weightcast.control.prometheus import CONTENT_TYPE
 from weightcast.control.replies import envelope, error_reply, json_reply
+from weightcast.control.request_ids import RequestIds, control_id_of
 from weightcast.control.schemas import ChatRequest, CompletionRequest
 from weightcast.control.service import Service
 from weightcast.control.statuses import RETRY_AFTER_S
+from weightcast.control.weights_routes import WEIGHTS_ROUTES
 from weightcast.engines.embedded.messages import Describe, RankStats
 from weightcast.errors import NotReady, WeightcastError
 
 _DESCRIBE_TIMEOUT_S = 2.0
-_LONGEST_REQUEST_ID = 256
+_CONTROL = (*WEIGHTS_ROUTES, *PAUSE_ROUTES, *LEGACY_ROUTES)
+_CONTROL_PATHS = tuple(compile_path(route.path)[0] for route in _CONTROL)
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -30,6 +41,7 @@ def build_app(service: Service) -> ASGIApp:
     app = FastAPI(title="weightcast", version=__version__, docs_url=None, redoc_url=None)
     _add_answers(app, service)
     _add_reports(app, service)
+    add_routes(app, service, _CONTROL)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(WeightcastError, _on_known)
     app.add_exception_handler(Exception, _on_unknown)
@@ -79,7 +91,7 @@ def _add_reports(app: FastAPI, service: Service) -> None:
             ranks = await _describe(service)
         except WeightcastError:
             ranks = []  # the state, which is reported, says why
-        return Response(service.metrics.render(service.engine.status, ranks), media_type=CONTENT_TYPE)
+        return Response(service.metrics.render(service.engine, ranks), media_type=CONTENT_TYPE)
 
 
 async def _describe(service: Service) -> list[RankStats]:
@@ -87,17 +99,8 @@ async def _describe(service: Service) -> list[RankStats]:
 
 
 def _health(service: Service) -> Response:
-    status = service.engine.status
-    content = {
-        "status": "ok" if status.healthy else "unavailable",
-        "state": status.state,
-        "reason": status.reason,
-        "since": status.since,
-        "version": status.version or None,
-        "root_digest": status.root_digest or None,
-        "restarts": status.restarts,
-    }
-    if status.healthy:
+    content = health_content(service.engine)
+    if content["status"] == "ok":
         return json_reply(content)
     return json_reply(content, 503, {"retry-after": str(RETRY_AFTER_S[503])})
 
@@ -124,44 +127,25 @@ def _body_of(kind: type[CompletionRequest | ChatRequest]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-async def _on_http(_: Request, error: Exception) -> Response:
+async def _on_http(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = str(getattr(error, "detail", error))
     headers = dict(getattr(error, "headers", None) or {})
-    return json_reply(
-        envelope(f"{detail}.", status, {404: "unknown_url", 405: "wrong_method"}.get(status, "http")), status, headers
-    )
+    return _error(request, f"{detail}.", status, {404: "unknown_url", 405: "wrong_method"}.get(status, "http"), headers)
 
 
 async def _on_known(_: Request, error: Exception) -> Response:
     return error_reply(error if isinstance(error, WeightcastError) else WeightcastError(str(error)))
 
 
-async def _on_unknown(_: Request, error: Exception) -> Response:
+async def _on_unknown(request: Request, error: Exception) -> Response:
     """A mistake of ours. It is logged with its trace by the HTTP server; the client learns no more than its kind."""
-    return json_reply(
-        envelope(f"internal error ({type(error).__name__}); see the server's log.", 500, "internal_error"), 500
-    )
+    message = f"internal error ({type(error).__name__}); see the server's log."
+    return _error(request, message, 500, "internal_error")
 
 
-class RequestIds:
-    """Gives every reply an `x-request-id`: the caller's, if it sent one that can be returned, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application around another."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        usable = 0 < len(given) <= _LONGEST_REQUEST_ID and given.isascii() and given.isprintable()
-        request_id = given if usable else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
+def _error(request: Request, message: str, status: int, code: str, headers: dict[str, str] | None = None) -> Response:
+    """An error that is none of the engine's, in the envelope that callers of the path expect."""
+    if any(pattern.match(request.url.path) for pattern in _CONTROL_PATHS):
+        return json_reply(failure_content(control_id_of(request.scope), message, code), status, headers)
+    return json_reply(envelope(message, status, code), status, headers)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from weightcast.engines.base import LiveWeights, UpdateStatus
 from weightcast.engines.embedded.messages import Action, Output, Submit
 
 
 class Status(Protocol):
-    """How an engine is doing. `state` is one of STARTING, READY, RESTARTING, FAILED, DRAINING and CLOSED."""
+    """How an engine is doing."""
 
     @property
     def state(self) -> str:
-        """The state's name."""
+        """The name of a `ReplicaState`."""
 
     @property
     def reason(self) -> str:
@@ -38,7 +39,7 @@ class Status(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are taken now. False too where the state alone does not tell: staging over weights that sleep."""
 
 
 class Limits(Protocol):
@@ -83,8 +84,14 @@ class Answer(Protocol):
         """Cancel if it is not finished."""
 
 
-class Engine(Protocol):
-    """One replica of a model. Everything is called from one event loop."""
+class Engine(LiveWeights, Protocol):
+    """One replica of a model. Everything is called from one event loop.
+
+    Waiting for an update (`finish_update`) may be given up at any time, and does not end the update.
+    """
+
+    on_update_ended: Callable[[UpdateStatus], None] | None
+    """Set by the server; called once at the end of every update and recovery, whoever began it and however it ended."""
 
     @property
     def status(self) -> Status:
@@ -105,3 +112,6 @@ class Engine(Protocol):
 
     async def command(self, action: Action, *, timeout_s: float) -> list[Any]:
         """Have every rank execute `action`; returns their results in the order of ranks."""
+
+    async def newest_version(self) -> str:
+        """The newest version of the default source. Raises `InvalidInput` without one, else what the source raises."""

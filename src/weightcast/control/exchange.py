@@ -18,6 +18,7 @@ from weightcast.control.metrics import Record
 from weightcast.control.plan import Endpoint, Plan
 from weightcast.control.problems import Problems
 from weightcast.control.replies import envelope, error_reply, json_reply
+from weightcast.control.request_ids import request_id_of
 from weightcast.control.service import Service
 from weightcast.control.shapes import Shape
 from weightcast.control.writers import LAST_WORDS_S, StreamWriter, WholeWriter, Writer, write
@@ -37,6 +38,7 @@ class Exchange(Response):
     def __init__(self, service: Service, endpoint: Endpoint) -> None:
         super().__init__()
         self._service, self._endpoint = service, endpoint
+        self._caller_id: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run it: a response is an ASGI application."""
@@ -47,6 +49,8 @@ class Exchange(Response):
                 record.outcome = body.value
                 await self._refuse(body, send)
             else:
+                caller = request_id_of(scope)
+                self._caller_id = caller.value if caller.given else None
                 await self._answer(body, receive, send, record)
         log.debug("answer endpoint=%s outcome=%s seconds=%.3f", self._endpoint, record.outcome, record.seconds)
 
@@ -103,7 +107,10 @@ class Exchange(Response):
         failure: WeightcastError | None = None
         try:
             async with asyncio.timeout_at(began + timeout_s):
-                await generation.run(listen)
+                if plan.weight_version is not None:
+                    await service.engine.check_version(plan.weight_version)
+                with service.in_flight.called(self._caller_id, request_id):
+                    await generation.run(listen)
                 await writer.finish()
         except TimeoutError:
             failure = DeadlineExceeded("the answer", timeout_s)
@@ -121,6 +128,9 @@ def _count_tokens(record: Record, plan: Plan, generation: Generation) -> None:
     cached = sum(choice.cached_tokens for choice in generation.choices[:: plan.per_prompt])
     if any(choice.tokens for choice in generation.choices):
         record.used(plan.prompt_tokens, cached, sum(len(choice.tokens) for choice in generation.choices))
+    for choice in generation.choices:
+        for span in choice.spans:
+            record.answered(span.version, span.end - span.start)
 
 
 async def _say_last(words: Coroutine[None, None, None]) -> None:

@@ -18,10 +18,14 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise InvalidInput(f"cannot listen on {host} port {port}: {why}. Choose another --host or --port.") from error
+    # for every connection that is accepted: a reply is written in several pieces, each of which would else wait for the
+    # client's acknowledgement of the one before
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url_of(listening: socket.socket) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,8 @@ class Wanted:
 class Plan:
     """All answers that a request wants, `per_prompt` in a row to each prompt, and how they are returned.
 
-    `prompt_tokens` counts a prompt once, however many answers it gets.
+    `prompt_tokens` counts a prompt once, however many answers it gets. `weight_version` is what the request asks of the
+    version that answers it, as `LiveWeights.check_version` takes it.
     """
 
     endpoint: Endpoint
@@ -41,6 +43,7 @@ class Plan:
     record_routing: bool = False
     replay: Routing | None = None
     timeout_s: float | None = None
+    weight_version: Mapping[str, str] | None = None
 
 
 def seed_for(seed: int | None, number: int) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from weightcast.control.engine import Limits
+from weightcast.control.fields import decode_object
 from weightcast.control.plan import Endpoint, Plan, Wanted, seed_for
 from weightcast.control.problems import Problems
 from weightcast.control.prompts import Prompt, check_tokens, read_messages, read_prompts, read_routing, read_stops
@@ -30,7 +29,7 @@ class Planner:
 
     def plan(self, endpoint: Endpoint, body: bytes, problems: Problems) -> Plan:
         """Raises `NotFound` for another model's name, and `InvalidInput` with all `problems` otherwise."""
-        content = _decode(body)
+        content = decode_object(body)
         if isinstance(content.get("model"), str) and content["model"] != self.model_name:
             raise NotFound(f"The model `{content['model']}` does not exist: this server has `{self.model_name}`.")
         stops = read_stops(content.get("stop"), problems)
@@ -52,6 +51,7 @@ class Planner:
             record_routing=request.return_routed_experts,
             replay=draft.replay,
             timeout_s=request.timeout,
+            weight_version=request.weight_version.wanted if request.weight_version else None,
         )
 
     def _read_completion(self, content: dict[str, Any], problems: Problems) -> _Draft | None:
@@ -177,13 +177,3 @@ class _Draft:
     logprobs: int | None
     replay: Routing | None
     echo: bool = False
-
-
-def _decode(body: bytes) -> dict[str, Any]:
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f"the body is not JSON that can be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise InvalidInput("the body must be a JSON object.")
-    return content

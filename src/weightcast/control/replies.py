@@ -9,8 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from weightcast.control.problems import Problem
-from weightcast.control.statuses import RETRY_AFTER_S, status_of
-from weightcast.errors import WeightcastError
+from weightcast.control.statuses import headers_of, status_of
+from weightcast.errors import VersionNotServed, WeightcastError
 
 _KINDS = {429: "rate_limit_error"}
 
@@ -27,6 +27,8 @@ def error_content(error: WeightcastError, problems: Iterable[Problem] = (), part
     listed = [msgspec.to_builtins(problem) for problem in problems]
     if listed:
         details |= {"param": listed[0]["param"], "problems": listed}
+    if isinstance(error, VersionNotServed):
+        details["weight_version"] = error.serving or None
     if partial is not None:
         details["partial"] = partial
     return content
@@ -34,18 +36,10 @@ def error_content(error: WeightcastError, problems: Iterable[Problem] = (), part
 
 def error_reply(error: WeightcastError, problems: Iterable[Problem] = (), partial: Any = None) -> Response:
     """The whole reply for an error."""
-    status = status_of(type(error))
-    return json_reply(error_content(error, problems, partial), status, error_headers(status))
+    return json_reply(error_content(error, problems, partial), status_of(type(error)), headers_of(error))
 
 
 def envelope(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
     """An error that is none of ours: an unknown path, a body that is too large."""
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_headers(status: int) -> dict[str, str]:
-    """When to try again; after a deadline not at all by itself, since the same would happen again."""
-    if status in RETRY_AFTER_S:
-        return {"retry-after": str(RETRY_AFTER_S[status])}
-    return {"x-should-retry": "false"} if status == 504 else {}

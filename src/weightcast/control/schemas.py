@@ -8,31 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from weightcast.control.admission import WeightVersion
+from weightcast.control.fields import Strict, read_fields
 from weightcast.control.problems import Problems
 
 MAX_LOGPROBS = 20
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """How a stream is written."""
 
     include_usage: bool = False
 
 
-class RoutedExperts(_Strict):
+class RoutedExperts(Strict):
     """Experts to send tokens to: int16, little-endian, base64, of shape (tokens, MoE layers, experts per token)."""
 
     shape: tuple[int, int, int] = Field(strict=False)
     data: str
 
 
-class _Request(_Strict):
+class _Request(Strict):
     """What both endpoints take. The last block is this server's own, as is `top_k`."""
 
     model: str
@@ -54,6 +52,7 @@ class _Request(_Strict):
     return_token_ids: bool = False
     return_routed_experts: bool = False
     routed_experts: RoutedExperts | None = None
+    weight_version: WeightVersion | None = None
 
 
 class CompletionRequest(_Request):
@@ -108,12 +107,7 @@ def read_request(kind: type[AnyRequest], content: dict[str, Any], problems: Prob
     best_of = content.pop("best_of", None) if kind is CompletionRequest else None
     if best_of is not None and best_of != (content.get("n") or 1):
         problems.add("best_of", "only the value of n is supported: all answers are returned")
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        for one in error.errors(include_url=False, include_context=False, include_input=False):
-            problems.add(_path(one["loc"]), _words(one["type"], one["msg"]))
-    return None
+    return read_fields(kind, content, problems)
 
 
 def _is_refused(kind: type[_Request], name: str, value: Any, problems: Problems) -> bool:
@@ -124,14 +118,3 @@ def _is_refused(kind: type[_Request], name: str, value: Any, problems: Problems)
     if value is not None and not asks_for_nothing(value):
         problems.add(name, "this server does not support it; leave it out")
     return True
-
-
-def _path(place: tuple[int | str, ...]) -> str:
-    """Where in the body, as a person writes it."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-
-
-def _words(kind: str, message: str) -> str:
-    if kind == "extra_forbidden":
-        return "unknown field"
-    return "missing" if kind == "missing" else message[:1].lower() + message[1:]

@@ -6,18 +6,20 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from weightcast.control.app import build_app
 from weightcast.control.engine import Engine
+from weightcast.control.follow import Follower
 from weightcast.control.listening import listen, port_told, url_of
 from weightcast.control.service import Service
 from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
+from weightcast.engines.base import UpdateRequest
 from weightcast.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,9 @@ class Server:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ServerSettings) -> None:
         self._engine, self._settings = engine, settings
-        self._http = _Http(build_app(Service(engine, tokenizer, settings)))
+        service = Service(engine, tokenizer, settings)
+        engine.on_update_ended = service.metrics.update_ended
+        self._http = _Http(build_app(service))
         self._stop = asyncio.Event()
         self._hurrying: asyncio.Task[None] | None = None
 
@@ -77,7 +81,8 @@ class Server:
                 await starting
                 log.info("serve url=%s version=%s", url_of(listening), self._engine.status.version)
                 announce(url_of(listening))
-                await asyncio.wait((stopping, answering), return_when=asyncio.FIRST_COMPLETED)
+                async with self._following():
+                    await asyncio.wait((stopping, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
             await self._close()
@@ -85,6 +90,22 @@ class Server:
             if starting.done() and not starting.cancelled():
                 starting.exception()  # either raised above, or the start was given up
         await answering
+
+    @asynccontextmanager
+    async def _following(self) -> AsyncIterator[None]:
+        """While inside, new versions are taken as they come, if that was asked for."""
+        settings = self._settings
+        if not settings.follow:
+            yield
+            return
+        request = UpdateRequest(timeout_s=settings.follow_timeout_s, commit=settings.follow_commit)
+        follower = Follower(self._engine, request, poll_s=settings.follow_poll_s)
+        task = asyncio.create_task(follower.run(), name="follow")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait((task,), timeout=_CLOSE_S)
 
     async def _close(self) -> None:
         """End the engine, then the replies that are still being written."""

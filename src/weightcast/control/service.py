@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from weightcast.control.engine import Engine
+from weightcast.control.in_flight import InFlight
 from weightcast.control.metrics import Metrics
 from weightcast.control.plan import Endpoint, Plan
 from weightcast.control.planner import Planner
@@ -25,6 +26,7 @@ class Service:
     tokenizer: Tokenizer
     settings: ServerSettings
     metrics: Metrics = field(default_factory=Metrics)
+    in_flight: InFlight = field(default_factory=InFlight)
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def plan(self, endpoint: Endpoint, body: bytes, problems: Problems) -> Plan:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+from weightcast.engines.base import UPDATE_TIMEOUT_S
 from weightcast.errors import InvalidInput
+from weightcast.worker.result import CommitMode
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests are taken, whatever the engine.
 
     `port` 0 takes a free one; `port_file` is where its number is written. `request_timeout_s` bounds every request, which
-    may ask for less. `drain_timeout_s` is how long running requests may go on after a SIGTERM.
+    may ask for less. `drain_timeout_s` is how long running requests may go on after a SIGTERM. With `follow`, each new
+    version of the engine's default source is taken by itself; the source is asked every `follow_poll_s`.
     """
 
     model_name: str
@@ -25,6 +29,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     body_timeout_s: float = 30.0
     max_body_nbytes: int = 16 << 20
     max_choices: int = 128
+    follow: bool = False
+    follow_poll_s: float = 1.0
+    follow_timeout_s: float = UPDATE_TIMEOUT_S
+    follow_commit: CommitMode | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         more_than_0 = {
@@ -32,6 +40,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "body_timeout_s": self.body_timeout_s,
             "max_body_nbytes": self.max_body_nbytes,
             "max_choices": self.max_choices,
+            "follow_poll_s": self.follow_poll_s,
+            "follow_timeout_s": self.follow_timeout_s,
         }
         wrong = [f"{name}={value}" for name, value in more_than_0.items() if not value > 0]
         if not self.drain_timeout_s >= 0:

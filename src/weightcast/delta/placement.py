@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.delta.lanes import Steps, index_dtype, lane_count, lanes_per_element
-from weightcast.delta.sparse import Delta, TensorDelta, normal_form
+from weightcast.delta.sparse import Delta, TensorDelta, normal_form, span
 from weightcast.errors import DeltaDoesNotFit, Mismatch
 from weightcast.tensors.boxes import Box, Held, Placement
 from weightcast.tensors.spec import TensorSpec
@@ -33,7 +34,11 @@ def slice_delta(delta: Delta, held: Mapping[str, Box] | Iterable[Held]) -> Delta
         raise DeltaDoesNotFit(mismatches)
     tensors: dict[str, TensorDelta] = {}
     for one in wanted:
-        parts = [_placed(delta.tensors[p.source], p, one.spec) for p in one.placements if p.source in delta.tensors]
+        parts = [
+            _placed(delta.tensors[p.source], p, one.spec)
+            for p in one.placements
+            if p.source in delta.tensors and math.prod(p.box.shape) > 0
+        ]
         changes = sum(len(steps) for _, steps in parts)
         if changes:
             indices, steps = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -59,24 +64,36 @@ def _mismatches(delta: Delta, held: Held) -> Iterator[Mismatch]:
 
 def _placed(tensor: TensorDelta, placement: Placement, held: TensorSpec) -> Changes:
     """The changes inside of a box, at their lanes in the holding tensor."""
-    if tensor.indices is None:
-        indices = np.flatnonzero(tensor.steps)
-        steps = tensor.steps[indices]
-    else:
-        indices, steps = tensor.indices.astype(np.int64), tensor.steps
     per_element = lanes_per_element(tensor.spec.dtype)
-    extra = (1,) * (len(held.shape) - len(tensor.spec.shape))
-    shape = (*extra, *tensor.spec.shape, per_element)
-    start = (*(0 for _ in extra), *placement.box.start, 0)
-    size = (*extra, *placement.box.shape, per_element)
-    at, target = (*placement.at, 0), (*held.shape, per_element)
-    keep = np.ones(len(indices), dtype=bool)
-    moved = np.zeros(len(indices), dtype=np.int64)
-    rest, stride = indices, 1
-    for axis in reversed(range(len(shape))):
-        rest, coordinate = np.divmod(rest, max(1, shape[axis]))
-        inside = coordinate - start[axis]
-        keep &= (inside >= 0) & (inside < size[axis])
-        moved += (inside + at[axis]) * stride
-        stride *= target[axis]
+    rest, steps = _in_rows(tensor, placement.box, per_element)
+    strides = _strides(held, per_element)
+    axes = len(placement.box.shape)
+    own = strides[len(strides) - axes :]  # of the holding tensor, in the order of the box's dimensions
+    if placement.transposed:
+        own = own[::-1]
+    corner = sum(start * stride for start, stride in zip(placement.at, strides, strict=True))
+    rest, lane = np.divmod(rest, per_element)
+    moved = lane + corner
+    keep = np.ones(len(rest), dtype=bool)
+    for axis in reversed(range(axes)):
+        rest, coordinate = np.divmod(rest, max(1, tensor.spec.shape[axis]))
+        inside = coordinate - placement.box.start[axis]
+        keep &= (inside >= 0) & (inside < placement.box.shape[axis])
+        moved += inside * own[axis]
     return moved[keep], steps[keep]
+
+
+def _in_rows(tensor: TensorDelta, box: Box, per_element: int) -> Changes:
+    """The changes in the rows that a box touches: those of other ranks are not looked at one by one."""
+    row = math.prod(tensor.spec.shape[1:]) * per_element
+    first, last = (box.start[0] * row, (box.start[0] + box.shape[0]) * row) if box.shape else (0, row)
+    if tensor.indices is None:
+        found = np.flatnonzero(tensor.steps[first:last])
+        return found + first, tensor.steps[first:last][found]
+    start, stop = span(tensor.indices, first, last)
+    return tensor.indices[start:stop].astype(np.int64), tensor.steps[start:stop]
+
+
+def _strides(spec: TensorSpec, per_element: int) -> list[int]:
+    """How many lanes lie between neighbours along each dimension."""
+    return [math.prod(spec.shape[axis + 1 :]) * per_element for axis in range(len(spec.shape))]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, decode, fold, move
 from weightcast.delta.lanes import lane_count
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
@@ -102,6 +103,7 @@ def fold_deltas(
     *,
     start: Delta | None = None,
     threads: int | None = None,
+    deadline: Deadline | None = None,
 ) -> Delta | None:
     """Deltas that follow one another as one that leads from `base` to the last. `start` is one that was folded before.
 
@@ -109,6 +111,8 @@ def fold_deltas(
     """
     folded = start
     for manifest in deltas:
+        if deadline is not None:
+            deadline.check(f"decoding version {manifest.version} in {store}")
         step = decode_step(store, manifest, moved(base, folded), threads)
         folded = step if folded is None else fold(folded, step)
     return folded

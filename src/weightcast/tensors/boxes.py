@@ -45,16 +45,25 @@ class Placement:
     """A box of a version's tensor, and where it starts in the tensor that holds it.
 
     `at` may have more dimensions than the box: experts that are stacked, for instance. The box then has length 1 there.
+    The two dimensions of a `transposed` box are exchanged in the tensor that holds it.
     """
 
     source: str
     box: Box
     at: tuple[int, ...]
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.transposed and len(self.box.shape) != 2:
+            raise InvalidInput(
+                f"a box of {self.source!r} has shape {self.box.shape}: only two dimensions can be transposed."
+            )
 
     @property
     def target(self) -> Box:
         """The part of the holding tensor that it fills."""
-        return Box(self.at, (1,) * (len(self.at) - len(self.box.shape)) + self.box.shape)
+        shape = self.box.shape[::-1] if self.transposed else self.box.shape
+        return Box(self.at, (1,) * (len(self.at) - len(shape)) + shape)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from weightcast.clock import Deadline
-from weightcast.tensors.flat import Pieces
+from weightcast.delta import Delta, State
+from weightcast.tensors.flat import Array, Pieces
 from weightcast.wire.manifest import Manifest
 
 
@@ -31,3 +33,25 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Release files, sockets, memory and threads. Safe twice, and safe after a failure."""
+
+
+@runtime_checkable
+class Provider(Receiver, Protocol):
+    """A receiver that has worked a version out in memory beforehand: nothing is left to be moved."""
+
+    def arrays(self, manifest: Manifest) -> Mapping[str, Array]:
+        """The tensors of a full version, to be kept or changed by the caller."""
+
+    def changes(self, manifest: Manifest) -> Delta:
+        """The delta that leads from the base of a delta version to it."""
+
+
+@runtime_checkable
+class StateReceiver(Receiver, Protocol):
+    """A receiver that can read any range of a version, deltas applied: what ranks that hold only slices need."""
+
+    def opened_state(self, manifest: Manifest, *, deadline: Deadline) -> AbstractContextManager[State]:
+        """The whole state that a version is, read as it is asked for. Nothing is proved by it."""
+
+    def folded(self, deltas: Sequence[Manifest], *, deadline: Deadline) -> Delta:
+        """Delta versions that follow one another as one delta in its sparse form, decoded along the base they start on."""

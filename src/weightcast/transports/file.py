@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from weightcast.clock import Deadline
+from weightcast.delta import Delta, State, fold
+from weightcast.delta.lanes import Lanes
+from weightcast.errors import BaseVersionMismatch, InvalidInput, SourceFailed
 from weightcast.store import layout
+from weightcast.store.catalog import Catalog
+from weightcast.store.chain import Chain, fold_deltas, moved, resolve
+from weightcast.store.part_state import PartState
 from weightcast.store.payload import payload_pieces
 from weightcast.store.reader import VersionReader
 from weightcast.store.store import Store
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
+from weightcast.tensors.spec import TensorSpec
 from weightcast.transports.prefetch import prefetched, ring
 from weightcast.wire.manifest import Manifest
 
 
+@dataclass(frozen=True)
+class _Walked:
+    """The deltas from a full version to another as one, kept so that the next call goes on from there."""
+
+    full_root: str
+    version: str
+    root: str
+    folded: Delta
+
+
+class _Watched:
+    """A state that is not read any more after the deadline. Decoding a delta reads its base as it goes, so it stops too."""
+
+    def __init__(self, state: State, deadline: Deadline, what: str) -> None:
+        self._state, self._deadline, self._what = state, deadline, what
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor."""
+        return self._state.specs
+
+    def lanes(self, name: str, start: int, stop: int) -> Lanes:
+        """A range of a tensor's lanes."""
+        self._deadline.check(self._what)
+        return self._state.lanes(name, start, stop)
+
+
 class FileReceiver:
-    """Reads a store. Memory: four blocks of 4 MiB, whatever the size of the version."""
+    """Reads a store. Memory: four blocks of 4 MiB, whatever the size of the version.
+
+    Once `opened_state` or `folded` followed deltas, also the changes since the full version, about 6 bytes each for 16-bit
+    elements, until it is closed: so no delta is decoded twice. Those two decode in the caller's thread alone: they run
+    beside a serving engine.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._catalog = Catalog(store.path)
+        self._walked: _Walked | None = None
         self.url = f"file://{store.path.absolute()}"
 
     @classmethod
@@ -49,5 +93,72 @@ class FileReceiver:
 
         return prefetched(produce, deadline=deadline, what=f"reading {manifest.version} from {self.url}")
 
+    @contextmanager
+    def opened_state(self, manifest: Manifest, *, deadline: Deadline) -> Iterator[State]:
+        """The whole state that a version is, deltas applied, read as it is asked for. Nothing is proved by it.
+
+        Raises `SourceFailed` if the store has other bytes under the version's name, `BaseVersionMismatch` or
+        `VersionNotFound` if a base is not what it was or is gone.
+        """
+        chain = resolve(self._catalog, manifest.version)
+        if chain.end.root_digest != manifest.root_digest:
+            raise SourceFailed(
+                f"{self.url} has version {manifest.version} with root digest {chain.end.root_digest} now, and "
+                f"{manifest.root_digest} was asked for. Nothing was changed."
+            )
+        with self._opened(chain, deadline) as parts:
+            yield moved(parts, self._walk(chain, parts, deadline))
+
+    def folded(self, deltas: Sequence[Manifest], *, deadline: Deadline) -> Delta:
+        """Delta versions that follow one another as one. The version that the first is based on must be in the store."""
+        if not deltas or deltas[0].base is None:
+            raise InvalidInput(f"{[manifest.version for manifest in deltas]} is not a chain of deltas.")
+        for before, after in pairwise(deltas):
+            _check_follows(before, after)
+        chain = resolve(self._catalog, deltas[0].base.version)
+        _check_follows(chain.end, deltas[0])
+        with self._opened(chain, deadline) as parts:
+            so_far = self._walk(chain, parts, deadline)
+            base = moved(parts, so_far)
+            step = fold_deltas(self._store.path, deltas, base, threads=1, deadline=deadline)
+        if step is None:
+            raise InvalidInput("an empty chain of deltas leads nowhere.")
+        whole = step if so_far is None else fold(so_far, step)
+        self._walked = _Walked(chain.full.root_digest, deltas[-1].version, deltas[-1].root_digest, whole)
+        return step
+
     def close(self) -> None:
-        """Nothing stays open between calls."""
+        """Forget decoded deltas. No file stays open between calls."""
+        self._walked = None
+
+    @contextmanager
+    def _opened(self, chain: Chain, deadline: Deadline) -> Iterator[State]:
+        """The full version that a chain begins with."""
+        with PartState(layout.version_dir(self._store.path, chain.full.version), chain.full) as parts:
+            yield _Watched(parts, deadline, f"reading {chain.end.version} from {self.url}")
+
+    def _walk(self, chain: Chain, parts: State, deadline: Deadline) -> Delta | None:
+        """The deltas of a chain as one, from where the last walk ended if that is on the way."""
+        start, deltas = None, chain.deltas
+        kept = self._walked
+        split = chain.split(kept.version) if kept is not None and kept.full_root == chain.full.root_digest else None
+        if kept is not None and split is not None and split[0].end.root_digest == kept.root:
+            start, deltas = kept.folded, split[1]
+        folded = fold_deltas(self._store.path, deltas, parts, start=start, threads=1, deadline=deadline)
+        if folded is not None:
+            self._walked = _Walked(chain.full.root_digest, chain.end.version, chain.end.root_digest, folded)
+        return folded
+
+
+def _check_follows(before: Manifest, after: Manifest) -> None:
+    """Refuse a delta that does not start where the one before it ends."""
+    if after.base is None:
+        raise InvalidInput(f"version {after.version} is a full version: there is no delta to take from it.")
+    if (before.version, before.root_digest) != (after.base.version, after.base.root_digest):
+        raise BaseVersionMismatch(
+            version=after.version,
+            base=after.base.version,
+            base_root=after.base.root_digest,
+            serving=before.version,
+            serving_root=before.root_digest,
+        )

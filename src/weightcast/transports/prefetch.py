@@ -10,13 +10,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from weightcast.clock import Deadline
-from weightcast.errors import DeadlineExceeded
 from weightcast.tensors.flat import Piece, Pieces
 
 log = logging.getLogger(__name__)
 
 DEPTH = 2
 _JOIN_S = 5.0
+_LOOK_S = 0.1  # how late a cancellation is noticed while nothing comes
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ def prefetched(produce: Callable[[], Pieces], *, deadline: Deadline, what: str, 
     try:
         while True:
             try:
-                item = pipe.get(timeout=deadline.remaining())
+                item = pipe.get(timeout=min(deadline.remaining(), _LOOK_S))
             except queue.Empty:
-                raise DeadlineExceeded(what, deadline.seconds) from None
+                deadline.check(what)
+                continue
             if isinstance(item, _Ended):
                 if item.error is not None:
                     raise item.error

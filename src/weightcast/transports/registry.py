@@ -11,6 +11,7 @@ from weightcast.errors import InvalidInput, UnknownSource
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR
 from weightcast.store.store import Store
 from weightcast.transports.base import Receiver
+from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.file import FileReceiver
 from weightcast.transports.snapshot import SnapshotReceiver
 
@@ -23,6 +24,11 @@ def _open_file(path: Path, options: Options, rank: int) -> Receiver:  # noqa: AR
     return FileReceiver.open(path)
 
 
+def _open_checkpoint(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
+    _refuse_unknown("checkpoint", options, known=set())
+    return CheckpointReceiver(path)
+
+
 def _open_snapshot(path: Path, options: Options, rank: int) -> Receiver:
     _refuse_unknown("snapshot", options, known={"id", "shared_dir"})
     if "id" not in options:
@@ -33,6 +39,7 @@ def _open_snapshot(path: Path, options: Options, rank: int) -> Receiver:
 
 _SCHEMES: dict[str, Callable[[Path, Options, int], Receiver]] = {
     "file": _open_file,
+    "checkpoint": _open_checkpoint,
     "snapshot": _open_snapshot,
 }
 

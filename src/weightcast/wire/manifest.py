@@ -125,6 +125,11 @@ def check_version_id(version: str) -> str:
     return version
 
 
+def is_digest(text: object) -> bool:
+    """Whether this is a digest as they are written: the name of a version that nobody gave another."""
+    return isinstance(text, str) and any(_is_digest(text, algorithm) for algorithm in ALGORITHMS)
+
+
 def is_file_name(name: str) -> bool:
     """Whether a name can be that of a file of a version: plain characters, no directory, not hidden."""
     return _FILE_NAME.fullmatch(name) is not None

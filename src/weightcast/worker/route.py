@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from weightcast.clock import Deadline
 from weightcast.errors import BaseVersionMismatch, SourceFailed, VerificationUnavailable, VersionNotFound
-from weightcast.transports.base import Receiver
-from weightcast.wire.manifest import BaseRef, Manifest, check_version_id
+from weightcast.transports.base import Provider, Receiver
+from weightcast.wire.manifest import BaseRef, Manifest, check_version_id, is_digest
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,14 @@ class Route:
 
 
 def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: bool, deadline: Deadline) -> Manifest:
-    """The manifest of the version that was asked for, or of the source's newest. Nothing is changed by a refusal."""
-    wanted = check_version_id(version or receiver.newest())
+    """The manifest of the version that was asked for, or of the source's newest. Nothing is changed by a refusal.
+
+    A provider may call its versions what it likes, as they have no directory; elsewhere a name must be a version id, or the
+    digest of a checkpoint that has no other name.
+    """
+    wanted = version or receiver.newest()
+    if not isinstance(receiver, Provider) and not is_digest(wanted):
+        check_version_id(wanted)
     manifest = receiver.manifest(wanted, deadline=deadline)
     if manifest.version != wanted:
         raise SourceFailed(
@@ -51,7 +57,8 @@ def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None,
 
 
 def _is_base(held: Manifest, base: BaseRef) -> bool:
-    return (held.version, held.root_digest) == (base.version, base.root_digest)
+    """The root digest says which state it is; the same state may be known by several names."""
+    return bool(base.root_digest) and held.root_digest == base.root_digest
 
 
 def _base_at(receiver: Receiver, delta: Manifest, base: BaseRef, held: Manifest | None, deadline: Deadline) -> Manifest:

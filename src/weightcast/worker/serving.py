@@ -1,12 +1,14 @@
-"""What a live model remembers: the version it serves, and the one that waits to be committed."""
+"""What a live model remembers: the version it serves, the one that waits to be committed, and the ways back."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weightcast.clock import Deadline
 from weightcast.wire.manifest import Manifest
+from weightcast.worker.commits.delta import Spare
 from weightcast.worker.commits.staged import StagedCommit
 from weightcast.worker.fit import Plan
 from weightcast.worker.result import CommitMode
@@ -27,7 +29,10 @@ class Served:
 
 @dataclass
 class StagedUpdate:
-    """A version that is staged and verified and waits for `commit` or `abandon`."""
+    """A version that is staged and verified and waits for `commit` (or `enter`) or `abandon`. Times are in seconds.
+
+    `release` closes the source where the commit still needs it: it is called once, when the update has ended.
+    """
 
     manifest: Manifest
     plan: Plan
@@ -40,16 +45,62 @@ class StagedUpdate:
     started: float
     stage_s: float
     verify_s: float
+    release: Callable[[], None]
+
+    @property
+    def version(self) -> str:
+        """The version that it leads to."""
+        return self.manifest.version
+
+    def end(self) -> None:
+        """Let go of everything that it holds."""
+        self.commit.forget()
+        self.release()
+
+
+@dataclass
+class Entered:
+    """A commit that was applied and does not count yet.
+
+    `former` and `spare` are what it took the place of: their memory is freed when this ends, and not while an engine pauses.
+    """
+
+    staged: StagedUpdate
+    former: Former | None
+    spare: Spare | None
+    post_load_ran: bool = False
+    proved: bool = False
+    commit_s: float = 0.0
+    verify_s: float = 0.0
+
+    def end_former(self) -> None:
+        """Let go of what was there before."""
+        former, self.former, self.spare = self.former, None, None
+        if former is not None:
+            former.commit.forget()
+
+
+@dataclass(frozen=True)
+class Former:
+    """The version that was served before, and the commit whose undoing leads back to it."""
+
+    served: Served
+    commit: StagedCommit
 
 
 @dataclass(frozen=True)
 class Torn:
-    """A commit that failed and whose undoing failed too: enough to try again. `served` is what undoing leads back to."""
+    """A way back that failed: enough to try it again. `served` is what it leads to, `earlier` one that failed before it.
 
-    commit: StagedCommit
+    `alone` is false if it needs the source, and so may take long.
+    """
+
+    go_back: Callable[[], None]
     served: Served | None
     resting: State
-    post_load_ran: bool
+    alone: bool
+    end: Callable[[], None]
+    earlier: Torn | None = None
 
 
 @dataclass

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weightcast.clock import Deadline
-from weightcast.delta import decode, move
-from weightcast.transports.base import Receiver
+from weightcast.errors import InvalidInput, SourceFailed
+from weightcast.transports.base import Provider, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
-from weightcast.worker.commits.delta import DeltaCommit, DeltaSwapCommit, Spare, can_decode, decode_along
-from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit
+from weightcast.worker.commits.delta import DeltaCommit, DeltaSwapCommit, Spare
+from weightcast.worker.commits.inplace import Stream, StreamedCommit
+from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
+from weightcast.worker.deltas import DeltaChain
 from weightcast.worker.fit import FitRules, Plan, plan_update
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import Route, plan_route
 from weightcast.worker.serving import Served, Stopwatch
-from weightcast.worker.staging import Staging, Verified
+from weightcast.worker.staging import Staging, provided
 from weightcast.worker.targets.capture import CapturedPart
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class Prepared:
     mode: CommitMode
     nbytes: int
     stage_s: float
-    verify_s: float
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,80 +45,129 @@ class Stager:
     rules: FitRules
     checksum: bool
     deadline: Deadline
+    tick: Tick = silent
 
-    def stage(self, manifest: Manifest, mode: CommitMode, *, served: Served | None, spare: Spare | None) -> Prepared:
-        """Fetch and verify everything that leads to a version. Nothing live is touched; `spare` may be used up."""
+    def stage(
+        self,
+        manifest: Manifest,
+        mode: CommitMode,
+        *,
+        served: Served | None,
+        whole: bool,
+        take_spare: Callable[[], Spare | None],
+    ) -> Prepared:
+        """Fetch and verify everything that leads to a version. Nothing live is touched.
+
+        `whole` tells whether the model holds anything worth going back to. `take_spare` is called if spare buffers are
+        going to be used up.
+        """
         plan = plan_update(manifest, self.parts, self.rules, swap=mode == "swap")
-        route = self.route(manifest, served)
+        route = self._route(manifest, served)
         if route.full is None and served is not None:
-            prepared = self._from_held(route, plan, mode, served, spare)
+            prepared = self._from_held(route, plan, mode, served, take_spare)
             if prepared is not None:
                 return prepared
             log.info("stage version=%s goes by a full version: the model does not hold all of the base", manifest.version)
             route = plan_route(self.receiver, manifest, held=None, deadline=self.deadline)
+        elif mode == "inplace":
+            return self._streamed(route, plan, served, whole=whole)
         return self._from_full(route, plan, mode)
 
-    def route(self, manifest: Manifest, served: Served | None) -> Route:
+    def _route(self, manifest: Manifest, served: Served | None) -> Route:
         """The way to a version from what the model provably holds, or from a full version."""
         usable = served is not None and served.proved and all(item.slot.resident for item in served.plan.landings)
         held = served.manifest if usable and served is not None else None
         return plan_route(self.receiver, manifest, held=held, deadline=self.deadline)
 
-    def payloads(self, deltas: Sequence[Manifest]) -> list[memoryview]:
-        """The packed deltas, each whole and, unless declined, as published."""
+    def _fetch(self, deltas: Sequence[Manifest]) -> DeltaChain:
+        """The deltas, each whole and, unless declined, as published."""
+        if isinstance(self.receiver, Provider):
+            return DeltaChain(ready=tuple(self.receiver.changes(manifest) for manifest in deltas))
         fetched = []
         for manifest in deltas:
             staging = Staging(manifest.transfers())
             staging.fill(self.receiver, manifest, self.deadline)
-            verified = staging.verify(manifest, checksum=self.checksum)
+            verified = staging.verify(manifest, checksum=self.checksum, deadline=self.deadline)
             fetched += [array.data for array in verified.arrays.values()]
-        return fetched
+        return DeltaChain(payloads=tuple(fetched))
 
-    def _from_held(self, route: Route, plan: Plan, mode: CommitMode, served: Served, spare: Spare | None) -> Prepared | None:
+    def _from_held(
+        self, route: Route, plan: Plan, mode: CommitMode, served: Served, take_spare: Callable[[], Spare | None]
+    ) -> Prepared | None:
         """A commit of the deltas alone; None if they cannot be decoded along what the model holds."""
         watch = Stopwatch()
-        payloads = self.payloads(route.deltas)
-        if not can_decode(payloads, served.plan, served.manifest):
+        deltas = self._fetch(route.deltas)
+        if not deltas.fits(served.plan, served.manifest):
             return None
-        delta = decode_along(payloads, served.plan, served.manifest)
+        delta = deltas.along(served.plan, served.manifest)
         self.deadline.check(f"decoding the deltas to {route.manifest.version}")
         stage_s = watch.lap()
         commit: StagedCommit
         if mode == "swap":
-            commit = DeltaSwapCommit(plan, route.manifest, delta, checksum=self.checksum, spare=spare)
+            commit = DeltaSwapCommit(plan, route.manifest, delta, checksum=self.checksum, spare=take_spare(), tick=self.tick)
         else:
-            commit = DeltaCommit(plan, route.manifest, delta, checksum=self.checksum)
-        commit.prepare()
+            commit = DeltaCommit(plan, route.manifest, delta, checksum=self.checksum, tick=self.tick)
+        commit.prepare(self.deadline)
         done: CommitMode = "swap" if mode == "swap" else "delta"
-        return Prepared(plan, commit, done, sum(map(len, payloads)), stage_s, watch.lap())
+        return Prepared(plan, commit, done, deltas.nbytes, stage_s, watch.lap())
 
     def _from_full(self, route: Route, plan: Plan, mode: CommitMode) -> Prepared:
         watch = Stopwatch()
         full = route.full or route.manifest
-        staging = Staging(full.transfers() if route.deltas else plan.entries)
-        staging.fill(self.receiver, full, self.deadline)
-        payloads = self.payloads(route.deltas)
+        staging, nbytes = self._filled(full, full.transfers() if route.deltas else plan.entries)
+        deltas = self._fetch(route.deltas)
         stage_s = watch.lap()
-        verified = staging.verify(full, checksum=self.checksum)
-        if route.deltas:
-            verified = self._moved(staging, payloads, plan.entries, route.manifest)
+        verified = staging.verify(full, checksum=self.checksum, deadline=self.deadline)
+        if deltas:
+            deltas.move(staging.arrays, route.manifest.version, self.deadline)
+            wanted = Staging(plan.entries, {name: staging.arrays[name] for name in plan.entries})
+            verified = wanted.verify(route.manifest, checksum=self.checksum, deadline=self.deadline)
         verify_s = watch.lap()
         done: CommitMode = "swap" if mode == "swap" else "copy"
         if done != mode:
             log.info(
                 "stage version=%s mode=%s asked=%s: there is no delta from what the model holds", full.version, done, mode
             )
-        commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified)
-        commit.prepare()
-        nbytes = staging.nbytes + sum(map(len, payloads))
-        return Prepared(plan, commit, done, nbytes, stage_s + watch.lap(), verify_s)
+        commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified, tick=self.tick)
+        commit.prepare(self.deadline)
+        return Prepared(plan, commit, done, nbytes + deltas.nbytes, stage_s + watch.lap(), verify_s)
 
-    def _moved(
-        self, staging: Staging, payloads: Sequence[memoryview], entries: Mapping[str, TensorEntry], manifest: Manifest
-    ) -> Verified:
-        """Bring the staged base to the version that is wanted, and prove what came out."""
-        for payload in payloads:
-            move(staging.arrays, decode(payload, staging.arrays))
-            self.deadline.check(f"decoding the deltas to {manifest.version}")
-        wanted = Staging(entries, {name: staging.arrays[name] for name in entries})
-        return wanted.verify(manifest, checksum=self.checksum)
+    def _filled(self, full: Manifest, entries: Mapping[str, TensorEntry]) -> tuple[Staging, int]:
+        """Memory with these tensors of a full version in it, and how many bytes were fetched for it."""
+        if isinstance(self.receiver, Provider):
+            return provided(entries, self.receiver.arrays(full), self.receiver.url), 0
+        staging = Staging(entries)
+        staging.fill(self.receiver, full, self.deadline)
+        return staging, staging.nbytes
+
+    def _streamed(self, route: Route, plan: Plan, served: Served | None, *, whole: bool) -> Prepared:
+        """A commit that will fetch the full version when it is applied. Only the deltas are fetched now."""
+        watch = Stopwatch()
+        stream = self._stream(route, plan)
+        self.deadline.check(f"finding the way to {route.manifest.version}")
+        back = (lambda: self._stream_back(served)) if served is not None else None
+        commit = StreamedCommit(plan, stream, whole=whole, back=back)
+        return Prepared(plan, commit, "inplace", stream.nbytes, watch.lap())
+
+    def _stream(self, route: Route, plan: Plan) -> Stream:
+        full = route.full or route.manifest
+        base_plan = plan_update(full, self.parts, self.rules, swap=False) if route.deltas else plan
+        deltas = self._fetch(route.deltas)
+        if not deltas.fits(base_plan, full):
+            raise InvalidInput(
+                f"version {route.manifest.version} is a delta, and the model ignores tensors of its base, so it cannot be "
+                "decoded in place. Commit by copy, or publish deltas with packing 'gaps'."
+            )
+        return Stream(
+            self.receiver, full, base_plan, route.manifest, plan, deltas, self.checksum, self.deadline, self.tick
+        )  # fmt: skip
+
+    def _stream_back(self, served: Served) -> Stream:
+        """The stream of a version that was served, with as much time as this update had."""
+        deadline = Deadline.after(self.deadline.seconds)
+        manifest = self.receiver.manifest(served.manifest.version, deadline=deadline)
+        if manifest.root_digest != served.manifest.root_digest:
+            raise SourceFailed(f"{self.receiver.url} has other bytes under the name {manifest.version}")
+        route = plan_route(self.receiver, manifest, held=None, deadline=deadline)
+        stager = replace(self, checksum=manifest.algorithm is not None, deadline=deadline)
+        return stager._stream(route, served.plan)

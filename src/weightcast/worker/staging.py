@@ -108,13 +108,33 @@ class Staging:
                 end = piece.offset + len(piece.data)
                 self._flat[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
 
-    def verify(self, manifest: Manifest, *, checksum: bool) -> Verified:
+    def verify(self, manifest: Manifest, *, checksum: bool, deadline: Deadline | None = None) -> Verified:
         """Prove the bytes as they lie in staging memory. Without `checksum` their digests are only taken."""
         algorithm = manifest.algorithm or DEFAULT
-        digests = {name: bytes_digest(flat.data, algorithm) for name, flat in self._flat.items()}
+        digests: dict[str, str] = {}
+        for name, flat in self._flat.items():
+            digests[name] = bytes_digest(flat.data, algorithm)
+            if deadline is not None:
+                deadline.check(f"verifying {manifest.version}")
         if checksum:
             check_digests(f"version {manifest.version} as received", self._entries, digests)
         return Verified(arrays=self.arrays, digests=digests)
+
+
+def provided(entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array], url: str) -> Staging:
+    """Tensors that a provider has in memory, as they are. `SourceFailed` lists all that differ from their entries."""
+    wrong = []
+    for name, entry in entries.items():
+        array = arrays.get(name)
+        if array is None:
+            wrong.append(f"{name} is missing")
+        elif (array.dtype, array.shape) != (entry.dtype.numpy, entry.shape):
+            wrong.append(f"{name} is {array.dtype}{list(array.shape)}, not {entry.spec.describe()}")
+        elif not (array.flags.c_contiguous and array.flags.writeable):
+            wrong.append(f"{name} is not contiguous or cannot be written to")
+    if wrong:
+        raise SourceFailed(f"{url} gave other tensors than its manifest says: {'; '.join(wrong)}.")
+    return Staging(entries, {name: arrays[name] for name in entries})
 
 
 def check_digests(where: str, entries: Mapping[str, TensorEntry], found: Mapping[str, str]) -> None:

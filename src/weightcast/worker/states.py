@@ -4,6 +4,8 @@ READY ──► STAGING ──► STAGED ──► COMMITTING ──► READY (n
   ▲          │ fail      │ abandon    │ fail, undone ──► where it came from
   └──────────┴───────────┘            │ fail, not undone ──► FAILED (holds no whole version; the next update recovers)
 READY ──► CLEARING ──► CLEARED: no weights in memory, also before the first load
+
+COMMITTING lasts from `enter` to `settle` or `revert`. `rollback` and `recover` go through it too.
 """
 
 from __future__ import annotations

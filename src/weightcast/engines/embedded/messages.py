@@ -1,8 +1,9 @@
 """Everything that passes between the front end and the ranks of a replica: msgpack over ZeroMQ, no pickle.
 
-The front end binds one ROUTER socket (`front_end_address`). Every rank connects two DEALER sockets to it: `rank-<n>` for the
-main loop, `beat-<n>` for the thread that says the rank is alive. Requests go to rank 0 alone, which schedules; its outputs
-come back from there. Commands go to all ranks: rank 0 chooses the step between which and the next all of them execute it.
+The front end binds one ROUTER socket (`front_end_address`). Every rank connects three DEALER sockets to it: `rank-<n>` for
+the main loop, `beat-<n>` for the thread that says the rank is alive, `job-<n>` for what it does beside serving. Requests go
+to rank 0 alone, which schedules; its outputs come back from there. Commands go to all ranks: rank 0 chooses the step between
+which and the next all of them execute it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 BEATS = 8
 
 
@@ -80,7 +81,111 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Acknowledge, then leave. Requests that still run get no output any more."""
 
 
-Action = Describe | ClearCache | Shutdown
+# -- weights: every rank stages and votes by itself, and commits between the same two steps as all others ------------------
+
+
+class Feed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one of a rank's models gets its tensors: a manifest (JSON, as the front end read it) and its source.
+
+    `names` are patterns of the version's tensors that belong to this model; empty if all do that nobody else claims.
+    `ignore` are those that belong to others.
+    """
+
+    part: Literal["main", "draft"]
+    manifest: bytes
+    source: str
+    names: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fetch and verify a version beside the serving model, as a job. Its last `Report` is this rank's vote.
+
+    With `afresh` nothing is built on what the rank holds: it is not to be trusted.
+    """
+
+    update: str
+    feeds: tuple[Feed, ...]
+    commit: Literal["auto", "copy", "swap", "inplace", "delta"]
+    verify_checksum: bool
+    timeout_s: float
+    afresh: bool = False
+
+
+class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop staging, or drop what was staged. Fine if there is nothing. Answer: nothing."""
+
+    update: str
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make what was staged live, on all ranks or, if one fails, on none. Answer: `Committed`.
+
+    What the model computes from here on is not told to anybody before `Settle`: the live bytes are proved first, as a job.
+    """
+
+    update: str
+    clear_cache: bool
+    release_cache: bool
+
+
+class Settle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Every rank has proved its weights: the new version counts. Answer: the rank's result."""
+
+    update: str
+
+
+class Revert(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A rank could not prove its weights: all go back. What was computed since the commit is dropped, with its requests."""
+
+    update: str
+    reason: str
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Go back to the version before, if it is held. Answer: nothing."""
+
+
+class Freeze(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute nothing until `Thaw`. With `recompute` running requests forget their keys and values. Answer: nothing."""
+
+    recompute: bool = False
+
+
+class Thaw(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Go on computing. Refused while weights or caches have no memory. Answer: nothing."""
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Free memory by tag. Answer: seconds by tag, 0 for what was free already."""
+
+    tags: tuple[str, ...]
+
+
+class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Allocate the caches again. Answer: seconds."""
+
+
+class DescribeWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer with the `RankWeights` of `engines/base.py`, and `previous`: what a rollback would lead to."""
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compare the digests of the live weights with those of the version, as a job."""
+
+
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Digests of what this rank holds of some tensors, as a job."""
+
+    names: tuple[str, ...]
+    algorithm: str
+
+
+Job = Stage | Verify | Digest
+Action = (
+    Describe | ClearCache | Shutdown | Job | Abandon | Commit | Settle | Revert | Rollback | Freeze | Thaw | Release
+    | Rebuild | DescribeWeights
+)  # fmt: skip
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,12 +205,11 @@ ToRank = Submit | Cancel | Command
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank has loaded its weights and met its peers."""
+    """The rank has met its peers and has its caches. It has no weights yet."""
 
     rank: int
     pid: int
     protocol: int
-    version: str
     max_length: int
     blocks: int
     vocab_size: int
@@ -165,6 +269,27 @@ class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: tuple[str, str] | None = None
 
 
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How a job of this rank is doing. `job` is the id of the command that began it; `done` comes with the last report."""
+
+    rank: int
+    job: int
+    nbytes: int = 0
+    total: int = 0
+    done: bool = False
+    result: Any = None
+    error: tuple[str, str] | None = None
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's commit. `pause_s` is how long it could not compute."""
+
+    version: str
+    pause_s: float
+    cache_clear_cost: float = 0.0
+    cache_rebuild_cost: float = 0.0
+
+
 class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one rank since its start."""
 
@@ -188,7 +313,7 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     preempted: int
 
 
-FromRank = Ready | Failed | Heartbeat | Outputs | Acknowledged
+FromRank = Ready | Failed | Heartbeat | Outputs | Acknowledged | Report
 
 
 def front_end_address(run_dir: str | Path) -> str:
@@ -199,6 +324,11 @@ def front_end_address(run_dir: str | Path) -> str:
 def rank_identity(rank: int) -> bytes:
     """The routing id of a rank's main socket."""
     return b"rank-%d" % rank
+
+
+def job_identity(rank: int) -> bytes:
+    """The routing id of the socket on which a rank's jobs report."""
+    return b"job-%d" % rank
 
 
 def beat_identity(rank: int) -> bytes:

@@ -12,6 +12,7 @@ from weightcast.errors import InvalidInput
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Experts = Literal["sharded", "replicated"]
+Graphs = Literal["off", "compile", "cuda"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,10 +21,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `dtype` "auto" is the checkpoint's own. `blocks` is the number of KV blocks of `block_size` tokens; None takes as many
     as fit `cache_nbytes` over all ranks together. `max_length` bounds prompt and answer together; None is the model's own
     limit. `experts`: "sharded" gives each rank a part of them, "replicated" gives all to each.
+
+    `source` is where updates come from unless they say otherwise. `draft_names` are patterns of a version's tensors that
+    feed the draft model; without any, updates leave it as it is. `graphs`: how steps are captured (`ranks/graphs.py`).
     """
 
     model_dir: str
     draft_dir: str | None = None
+    draft_names: tuple[str, ...] = ()
+    source: str | None = None
+    graphs: Graphs = "off"
     ranks: int = 1
     device: Device = "cpu"
     dtype: Dtype = "auto"
@@ -55,6 +62,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         wrong = [f"{name}={value}" for name, value in (counts | times).items() if value is not None and not value > 0]
         if self.max_step_tokens < self.max_batch:
             wrong.append(f"max_step_tokens={self.max_step_tokens} < max_batch={self.max_batch}")
+        if self.draft_names and self.draft_dir is None:
+            wrong.append(f"draft_names={list(self.draft_names)} without a draft model")
         if wrong:
             raise InvalidInput(f"settings of the engine that cannot work: {', '.join(wrong)}.")
 
@@ -69,5 +78,4 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: int
     run_dir: str
     parent_pid: int
-    version: str
     log_level: int = logging.WARNING

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
-from weightcast.delta import ArrayState, Delta, MovedState, decode, decode_chain, fold, inspect
+from weightcast.clock import Deadline
+from weightcast.delta import Delta, MovedState, fold, invert
 from weightcast.delta.edit import TensorEdit, edit_tensor, move_tensor
 from weightcast.delta.memory import LaneMemory
 from weightcast.delta.states import tensor_digest
-from weightcast.errors import DigestMismatch
 from weightcast.tensors.digest import DEFAULT, array_digest
-from weightcast.tensors.flat import Buffer
 from weightcast.wire.manifest import Manifest
-from weightcast.worker.commits.staged import StagedCommit
+from weightcast.worker.commits.staged import StagedCommit, Tick, prove_slots, silent
+from weightcast.worker.deltas import live_state
 from weightcast.worker.fit import Plan
 from weightcast.worker.staging import check_digests
 from weightcast.worker.targets.base import Slot
-
-
-def live_state(plan: Plan) -> ArrayState:
-    """What the model holds, under the names that a version has for it."""
-    return ArrayState(
-        {entry.name: landing.slot.live() for landing in plan.landings for entry in (landing.entry, *landing.same)}
-    )
-
-
-def can_decode(payloads: Sequence[Buffer], plan: Plan, manifest: Manifest) -> bool:
-    """Whether packed deltas on a version can be decoded along a model. One that ignores tensors of the version can follow
-    only a packing that needs no base.
-    """
-    return _holds_all(plan, manifest) or all(inspect(payload).packing == "gaps" for payload in payloads)
-
-
-def decode_along(payloads: Sequence[Buffer], plan: Plan, manifest: Manifest) -> Delta:
-    """Packed deltas as one, decoded along the live weights, which hold the version that the first is based on."""
-    if _holds_all(plan, manifest):
-        return decode_chain(payloads, live_state(plan))
-    return reduce(fold, (decode(payload) for payload in payloads))
-
-
-def _holds_all(plan: Plan, manifest: Manifest) -> bool:
-    held = {entry.name for landing in plan.landings for entry in (landing.entry, *landing.same)}
-    return held == {entry.name for entry in manifest.tensors}
 
 
 class DeltaCommit(StagedCommit):
@@ -53,13 +27,13 @@ class DeltaCommit(StagedCommit):
     and undone again, whatever it had reached.
     """
 
-    def __init__(self, plan: Plan, manifest: Manifest, delta: Delta, *, checksum: bool) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, manifest: Manifest, delta: Delta, *, checksum: bool, tick: Tick = silent) -> None:
+        super().__init__(plan, tick=tick)
         self._manifest, self._delta, self._checksum = manifest, delta, checksum
         self._edits: list[tuple[LaneMemory, TensorEdit]] = []
         self._digests: dict[str, str] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, deadline: Deadline) -> None:
         """Work the delta out, and prove what it will lead to before anything is touched."""
         algorithm = self._manifest.algorithm or DEFAULT
         after = MovedState(live_state(self._plan), self._delta)
@@ -72,6 +46,7 @@ class DeltaCommit(StagedCommit):
             if name not in self._digests:
                 touched = change is not None or not self._checksum
                 self._digests[name] = tensor_digest(after, name, algorithm) if touched else landing.entry.digest
+            deadline.check(f"working out the delta to {self._manifest.version}")
         if self._checksum:
             check_digests(f"version {self._manifest.version} as the delta makes it", self._plan.entries, self._digests)
 
@@ -80,18 +55,18 @@ class DeltaCommit(StagedCommit):
         for memory, edit in self._edits:
             self._undo.append(partial(memory.write, edit.indices, edit.before))  # before the step: nothing is lost between
             memory.write(edit.indices, edit.after)
+            self._tick()
 
     def prove(self) -> None:
         """Compare the whole live state with the manifest, tensors that the delta did not touch included."""
-        algorithm = self._manifest.algorithm or DEFAULT
-        wrong = []
-        for landing in self._plan.landings:
-            expected = self._digests[landing.entry.name]
-            found = array_digest(landing.slot.live(), algorithm)
-            if found != expected:
-                wrong.append((landing.slot.spec.name, expected, found))
-        if wrong:
-            raise DigestMismatch("the live model after the commit", wrong)
+        expected = [(landing.slot, self._digests[landing.entry.name]) for landing in self._plan.landings]
+        prove_slots("the live model after the commit", expected, self._tick)
+
+    def keep_way_back(self) -> bool:
+        """The old values."""
+        self._edits = []
+        self._delta = Delta({}, {})
+        return True
 
 
 @dataclass(frozen=True)
@@ -112,16 +87,25 @@ class DeltaSwapCommit(StagedCommit):
     `spare` are the buffers of the version before, which take both deltas folded; without it they are copied once.
     """
 
-    def __init__(self, plan: Plan, manifest: Manifest, delta: Delta, *, checksum: bool, spare: Spare | None) -> None:
-        super().__init__(plan)
+    def __init__(
+        self,
+        plan: Plan,
+        manifest: Manifest,
+        delta: Delta,
+        *,
+        checksum: bool,
+        spare: Spare | None,
+        tick: Tick = silent,
+    ) -> None:
+        super().__init__(plan, tick=tick)
         self._manifest, self._delta, self._checksum, self._spare = manifest, delta, checksum, spare
         self._new: list[object] = []
         self._former: dict[int, object] = {}
 
-    def prepare(self) -> None:
+    def prepare(self, deadline: Deadline) -> None:
         """Move the spare buffers to the new version and prove them, all of them."""
         slots = [landing.slot for landing in self._plan.landings]
-        spare = self._spare
+        spare, self._spare = self._spare, None
         if spare is not None and all(spare.memory(slot) is not None for slot in slots):
             self._new = [spare.memory(slot) for slot in slots]
             folded = fold(spare.lead, self._delta)
@@ -137,6 +121,7 @@ class DeltaSwapCommit(StagedCommit):
             digest = array_digest(landing.slot.seen(memory), algorithm)
             if digest != landing.entry.digest or landing.entry.name not in found:  # of several slots, the wrong one counts
                 found[landing.entry.name] = digest
+            deadline.check(f"bringing the spare buffers to {self._manifest.version}")
         if self._checksum:
             check_digests(f"version {self._manifest.version} in the spare buffers", self._plan.entries, found)
 
@@ -154,3 +139,13 @@ class DeltaSwapCommit(StagedCommit):
     def next_spare(self) -> Spare:
         """What the model held before: the buffers for the next swap."""
         return Spare(self._former, self._delta)
+
+    def spare_after_undo(self) -> Spare:
+        """The buffers that `undo` took out of the model again, which hold what the delta led to."""
+        new = {id(landing.slot): memory for landing, memory in zip(self._plan.landings, self._new, strict=True)}
+        return Spare(new, invert(self._delta))
+
+    def forget(self) -> None:
+        """Let go of both sets of buffers."""
+        super().forget()
+        self._new, self._former, self._delta = [], {}, Delta({}, {})

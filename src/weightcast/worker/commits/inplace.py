@@ -1,63 +1,101 @@
-"""`inplace`: stream a version straight into the live parameters, with no staging memory."""
+"""`inplace`: stream a version straight into the live parameters, with no staging memory but that of the deltas."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from weightcast.clock import Deadline
-from weightcast.tensors.digest import DEFAULT, array_digest
+from weightcast.delta.edit import move_tensor
+from weightcast.errors import SourceFailed
+from weightcast.tensors.digest import DEFAULT, Algorithm, array_digest
 from weightcast.tensors.flat import Array, Bytes, empty, flat_bytes
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.worker.commits.staged import StagedCommit, Tick, silent
+from weightcast.worker.deltas import DeltaChain
 from weightcast.worker.fit import Plan
 from weightcast.worker.staging import Coverage, check_digests, received
 from weightcast.worker.targets.base import Slot
 
 
-class InplaceCommit:
-    """One streamed commit of a full version. `touched` tells whether live bytes have been overwritten, and so whether a
-    failure matters.
+@dataclass
+class Stream:
+    """A full version, `base`, and the deltas from it to `manifest`, written over the live weights as they come.
+
+    `base_plan` and `plan` say where their tensors go. `touched` tells whether live bytes have been overwritten.
     """
 
-    def __init__(self, plan: Plan, receiver: Receiver, manifest: Manifest) -> None:
-        self._plan, self._receiver, self._manifest = plan, receiver, manifest
-        self._adopted: list[Slot] = []
-        self._bounce: dict[str, Array] = {}
-        self.touched = False
+    receiver: Receiver
+    base: Manifest
+    base_plan: Plan
+    manifest: Manifest
+    plan: Plan
+    deltas: DeltaChain
+    checksum: bool
+    deadline: Deadline
+    tick: Tick = silent
+    touched: bool = False
+    _adopted: list[Slot] = field(default_factory=list)
+    _bounce: dict[str, Array] = field(default_factory=dict)
 
-    def apply(self, *, checksum: bool, deadline: Deadline) -> None:
-        """Stream every tensor into place and prove it there. A tensor whose live memory is not contiguous takes a detour
-        through memory of its own size; extra memory is otherwise only the transport's.
+    @property
+    def nbytes(self) -> int:
+        """Bytes to fetch."""
+        return self.base_plan.nbytes + self.deltas.nbytes
+
+    def run(self) -> None:
+        """Stream the full version, then scatter the deltas, and prove what came out. A tensor whose live memory is not
+        contiguous takes a detour through memory of its own size; extra memory is otherwise only the transport's.
         """
-        entries = self._plan.entries
-        slots = self._plan.slots()
+        self._bounce.clear()
+        digests = self._receive()
+        if self.checksum:
+            check_digests(f"version {self.base.version} in the live model", self.base_plan.entries, digests)
+        if self.deltas:
+            self._scatter()
+
+    def release_adopted(self) -> None:
+        """Drop the memory that slots without any were given: the way back of a first load."""
+        while self._adopted:
+            self._adopted[-1].install(None)
+            self._adopted.pop()
+            self.tick()
+
+    def _receive(self) -> dict[str, str]:
+        entries, slots = self.base_plan.entries, self.base_plan.slots()
         digests: dict[str, str] = {}
         for name, entry in entries.items():
             if entry.nbytes == 0:
                 self._finish(entry, slots[name], digests)
         into: dict[str, Bytes] = {}
-        with closing(received(self._receiver, self._manifest, Coverage(entries), deadline)) as pieces:
+        with closing(received(self.receiver, self.base, Coverage(entries), self.deadline)) as pieces:
             for piece, complete in pieces:
                 if piece.tensor not in into:
                     into[piece.tensor] = self._destination(entries[piece.tensor], slots[piece.tensor][0])
                 end = piece.offset + len(piece.data)
                 into[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
+                self.tick()
                 if complete:
                     del into[piece.tensor]
                     self._finish(entries[piece.tensor], slots[piece.tensor], digests)
-        if checksum:
-            check_digests(f"version {self._manifest.version} in the live model", entries, digests)
+        return digests
 
-    def release_adopted(self) -> None:
-        """Drop the memory that slots without any were given: the way back of a first load."""
-        for slot in self._adopted:
-            slot.install(None)
-
-    def _adopt(self, slot: Slot) -> None:
-        self._adopted.append(slot)
-        slot.install(slot.make(empty(slot.spec)))
+    def _scatter(self) -> None:
+        algorithm = self.manifest.algorithm or DEFAULT
+        delta = self.deltas.along(self.base_plan, self.base)
+        digests: dict[str, str] = {}
+        for landing in self.plan.landings:
+            change = delta.tensors.get(landing.entry.name)
+            if change is not None:
+                self.touched = True
+                move_tensor(landing.slot.lanes(), change)
+            self._digest(landing.slot, landing.entry, algorithm, digests)
+        if self.checksum:
+            check_digests(f"version {self.manifest.version} in the live model", self.plan.entries, digests)
 
     def _destination(self, entry: TensorEntry, slot: Slot) -> Bytes:
         if not slot.resident:
@@ -79,6 +117,62 @@ class InplaceCommit:
             if slot is not slots[0]:
                 self.touched = True
                 slot.write(np.ascontiguousarray(slots[0].live()))
-            found = array_digest(slot.live(), self._manifest.algorithm or DEFAULT)
-            if found != entry.digest or entry.name not in digests:  # of several slots, the one that is wrong counts
-                digests[entry.name] = found
+            self._digest(slot, entry, self.base.algorithm or DEFAULT, digests)
+
+    def _adopt(self, slot: Slot) -> None:
+        self._adopted.append(slot)
+        slot.install(slot.make(empty(slot.spec)))
+
+    def _digest(self, slot: Slot, entry: TensorEntry, algorithm: Algorithm, digests: dict[str, str]) -> None:
+        found = array_digest(slot.live(), algorithm)
+        if found != entry.digest or entry.name not in digests:  # of several slots, the one that is wrong counts
+            digests[entry.name] = found
+        self.tick()
+
+
+class StreamedCommit(StagedCommit):
+    """Streams into the live parameters, and proves them, while the engine pauses. It holds nothing to go back with.
+
+    `back` makes the stream of the version that is served now, for undoing; None where the weights came from elsewhere.
+    `whole` is false for a model that holds no whole version anyway: then there is nothing to go back to.
+    """
+
+    undoes_alone = False
+
+    def __init__(self, plan: Plan, stream: Stream, *, whole: bool, back: Callable[[], Stream] | None) -> None:
+        super().__init__(plan, tick=stream.tick)
+        self._stream, self._whole, self._back = stream, whole, back
+        self._restored = False
+
+    @property
+    def harmless(self) -> bool:
+        """Whether there was nothing to put back."""
+        return not (self._stream.touched and self._whole)
+
+    def prepare(self, deadline: Deadline) -> None:
+        """The deltas are here already, and the rest is not to be held."""
+
+    def apply(self) -> None:
+        """Stream everything and prove it in place."""
+        self._stream.run()
+
+    def prove(self) -> None:
+        """It was proved as it came."""
+
+    def undo(self) -> None:
+        """Stream the version that was served before. Raises `SourceFailed` if that cannot be; it may be tried again."""
+        self._stream.release_adopted()
+        if self.harmless or self._restored:
+            return
+        try:
+            if self._back is None:
+                raise SourceFailed("the model did not come from a version, so there is none to go back to.")
+            self._back().run()
+        except Exception as error:
+            raise SourceFailed(f"what was served before could not be restored: {type(error).__name__}: {error}") from error
+        self._restored = True
+
+    def keep_way_back(self) -> bool:
+        """It has none of its own."""
+        self._stream.deltas = DeltaChain()
+        return False

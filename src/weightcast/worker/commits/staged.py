@@ -1,10 +1,11 @@
-"""`copy` and `swap`: commits of tensors that were staged and verified beforehand."""
+"""What every commit is, and `copy` and `swap`: commits of tensors that were staged and verified beforehand."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from weightcast.clock import Deadline
 from weightcast.errors import DigestMismatch
 from weightcast.tensors.digest import algorithm_of, array_digest
 from weightcast.tensors.flat import Array
@@ -12,59 +13,100 @@ from weightcast.worker.fit import Landing, Plan
 from weightcast.worker.staging import Verified
 from weightcast.worker.targets.base import Slot
 
+Tick = Callable[[], None]
+
+
+def silent() -> None:
+    """A tick that nobody hears."""
+
 
 class StagedCommit(ABC):
-    """One commit. `prepare` runs beside inference; `apply` is what an engine pauses for; `undo` reverts any part of it."""
+    """One commit. `prepare` runs beside inference; `apply` is what an engine pauses for; `undo` reverts any part of it.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    `tick` is called after every slot that was written, installed, undone or proved.
+    """
+
+    # Whether undoing needs nothing but what the commit holds. If not, it may take long, and fail with the source.
+    undoes_alone = True
+
+    def __init__(self, plan: Plan, *, tick: Tick = silent) -> None:
+        self._plan, self._tick = plan, tick
         self._undo: list[Callable[[], None]] = []
 
+    @property
+    def harmless(self) -> bool:
+        """Whether what was applied so far has changed nothing that counts."""
+        return False
+
     @abstractmethod
-    def prepare(self) -> None:
+    def prepare(self, deadline: Deadline) -> None:
         """Do everything that does not touch the live model."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Write every slot. If this raises, `undo` is to be called."""
+        """Write every slot, and do nothing else. If this raises, `undo` is to be called."""
 
     def undo(self) -> None:
         """Put back what `apply` changed so far, last first. If it raises, it may be called again and goes on from there."""
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
+            self._tick()
 
     @abstractmethod
     def prove(self) -> None:
-        """Compare the live bytes with what they should be. If this raises, `undo` is to be called."""
+        """Compare the live bytes with what they should be. Only reads. If this raises, `undo` is to be called."""
+
+    def keep_way_back(self) -> bool:
+        """It counts now: hold on to what `undo` needs and to nothing else. False if it cannot be undone any more."""
+        return True
+
+    def forget(self) -> None:
+        """Let go of all memory. Neither `apply` nor `undo` may follow."""
+        self.keep_way_back()
+        self._undo.clear()
 
     def _install(self, slot: Slot, memory: object) -> None:
         former = slot.memory()
         self._undo.append(lambda: slot.install(former))  # before the step, so that an interrupt between them loses nothing
         slot.install(memory)
+        self._tick()
+
+
+def prove_slots(where: str, expected: Iterable[tuple[Slot, str]], tick: Tick = silent) -> None:
+    """Raise `DigestMismatch` listing every slot whose live bytes do not have the digest beside it."""
+    wrong = []
+    for slot, digest in expected:
+        found = array_digest(slot.live(), algorithm_of(digest))
+        if found != digest:
+            wrong.append((slot.spec.name, digest, found))
+        tick()
+    if wrong:
+        raise DigestMismatch(where, wrong)
 
 
 class WholeCommit(StagedCommit):
     """A commit of whole tensors that were staged and verified."""
 
-    def __init__(self, plan: Plan, verified: Verified) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, verified: Verified, *, tick: Tick = silent) -> None:
+        super().__init__(plan, tick=tick)
         self._verified = verified
         self._given: set[str] = set()
 
     def prove(self) -> None:
         """Compare the live bytes with what was staged. A slot that took over staged memory is that memory, proved before."""
-        wrong = []
-        for landing in self._plan.landings:
-            live, staged = landing.slot.live(), self._verified.arrays[landing.entry.name]
-            if _same_memory(live, staged):
-                continue
-            expected = self._verified.digests[landing.entry.name]
-            found = array_digest(live, algorithm_of(expected))
-            if found != expected:
-                wrong.append((landing.slot.spec.name, expected, found))
-        if wrong:
-            raise DigestMismatch("the live model after the commit", wrong)
+        verified = self._verified
+        copied = [
+            (landing.slot, verified.digests[landing.entry.name])
+            for landing in self._plan.landings
+            if not _same_memory(landing.slot.live(), verified.arrays[landing.entry.name])
+        ]
+        prove_slots("the live model after the commit", copied, self._tick)
+
+    def keep_way_back(self) -> bool:
+        """What was staged is live now, or copied."""
+        self._verified = Verified(arrays={}, digests={})
+        return True
 
     def _made_for(self, landing: Landing) -> object:
         """Memory for the slot to keep: the first slot of a tensor may get the staged array, further ones get copies."""
@@ -78,36 +120,56 @@ class WholeCommit(StagedCommit):
 class CopyCommit(WholeCommit):
     """Copies over live memory, so addresses stay. Slots without memory adopt the staged buffers."""
 
-    def prepare(self) -> None:
+    def prepare(self, deadline: Deadline) -> None:
         """Keep what the slots hold now: the live weights do not change while a version is staged."""
-        resident = [landing.slot for landing in self._plan.landings if landing.slot.resident]
-        self._before = {id(slot): slot.live().copy() for slot in resident}
+        self._steps: list[Callable[[], None]] = []
+        for landing in self._plan.landings:
+            self._steps.append(self._step(landing))
+            deadline.check("keeping what the model holds")
 
     def apply(self) -> None:
         """Copy, or adopt where there is nothing to copy over."""
-        for landing in self._plan.landings:
-            before = self._before.get(id(landing.slot))
-            if before is None:
-                self._install(landing.slot, self._made_for(landing))
-            else:
-                self._overwrite(landing.slot, self._verified.arrays[landing.entry.name], before)
+        for step in self._steps:
+            step()
+
+    def keep_way_back(self) -> bool:
+        """What the slots held before."""
+        self._steps = []
+        return super().keep_way_back()
+
+    def _step(self, landing: Landing) -> Callable[[], None]:
+        slot = landing.slot
+        if not slot.resident:
+            made = self._made_for(landing)
+            return lambda: self._install(slot, made)
+        data, before = self._verified.arrays[landing.entry.name], slot.live().copy()
+        return lambda: self._overwrite(slot, data, before)
 
     def _overwrite(self, slot: Slot, data: Array, before: Array) -> None:
         self._undo.append(lambda: slot.write(before))
         slot.write(data)
+        self._tick()
 
 
 class SwapCommit(WholeCommit):
     """Switches pointers to a second set of memory in the model's own layout. Captured graphs still see the old addresses."""
 
-    def prepare(self) -> None:
+    def prepare(self, deadline: Deadline) -> None:
         """Bring the staged tensors into the layout and onto the device of their slots."""
-        self._spares = [self._made_for(landing) for landing in self._plan.landings]
+        self._new: list[object] = []
+        for landing in self._plan.landings:
+            self._new.append(self._made_for(landing))
+            deadline.check("laying out the second set of memory")
 
     def apply(self) -> None:
         """Switch every slot."""
-        for landing, spare in zip(self._plan.landings, self._spares, strict=True):
-            self._install(landing.slot, spare)
+        for landing, memory in zip(self._plan.landings, self._new, strict=True):
+            self._install(landing.slot, memory)
+
+    def keep_way_back(self) -> bool:
+        """What the slots had before."""
+        self._new = []
+        return super().keep_way_back()
 
 
 def _same_memory(a: Array, b: Array) -> bool:

@@ -43,9 +43,9 @@ class Attention(Layer):
         self.declare("norms", WeightLayout((2, size), tuple(norms)), dtype)
         self.o_proj = RowParallel(f"{prefix}.o_proj.weight", (hidden, config.heads * size), ranks, dtype=dtype)
 
-    def materialize(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device, *, weights: bool = True) -> None:
         """Give the weights memory, and note which heads are queries and which are keys."""
-        super().materialize(device)
+        super().materialize(device, weights=weights)
         self._kinds = torch.tensor([0] * self._queries + [1] * self._keys, device=device)
         self._eps = torch.full((1,), self._epsilon, device=device)
 

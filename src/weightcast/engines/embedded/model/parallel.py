@@ -50,9 +50,9 @@ class RMSNorm(Layer):
         self.eps = torch.empty((1,), device="meta")
         self.declare("weight", WeightLayout.whole(source, (size,)), dtype)
 
-    def materialize(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device, *, weights: bool = True) -> None:
         """Give the weight memory. Epsilon is a tensor too: wrapping a number anew costs more than the sum itself."""
-        super().materialize(device)
+        super().materialize(device, weights=weights)
         self.eps = torch.full((1,), self._eps, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ class RotaryTable(Layer):
         self._head_dim, self._theta, self._positions, self._dtype = head_dim, theta, positions, dtype
         self.table = torch.empty((positions, 2, head_dim), dtype=dtype, device="meta")
 
-    def materialize(self, device: torch.device) -> None:
+    def materialize(self, device: torch.device, *, weights: bool = True) -> None:  # noqa: ARG002 - it has none
         """Compute the table. The sine's first half is negated here, which saves it for every token."""
         places = torch.arange(0, self._head_dim, 2, dtype=torch.int64).to(device=device, dtype=torch.float32)
         frequencies = 1.0 / (self._theta ** (places / self._head_dim))

@@ -122,9 +122,12 @@ class Layer(nn.Module):
         self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.layouts[name] = layout
 
-    def materialize(self, device: torch.device) -> None:
-        """Give the parameters memory. It is zeroed: padding has a value, and the memory is really there."""
-        for name in self.layouts:
+    def materialize(self, device: torch.device, *, weights: bool = True) -> None:
+        """Give the parameters memory. It is zeroed: padding has a value, and the memory is really there.
+
+        Without `weights` only what follows from the config gets memory; the parameters take over that of a version.
+        """
+        for name in self.layouts if weights else ():
             meta = self.get_parameter(name)
             memory = torch.zeros(meta.shape, dtype=meta.dtype, device=device)
             self.register_parameter(name, nn.Parameter(memory, requires_grad=False))
@@ -147,11 +150,14 @@ def declared_weights(model: nn.Module) -> Iterator[DeclaredWeight]:
                 yield DeclaredWeight(f"{prefix}.{name}" if prefix else name, module.get_parameter(name), layout)
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the memory of a model that was built on the meta device: once, in its final layout, on this device."""
+def materialize(model: nn.Module, device: torch.device | str, *, weights: bool = True) -> None:
+    """Allocate the memory of a model that was built on the meta device: once, in its final layout, on this device.
+
+    Without `weights` its parameters stay without memory, until they take over that of a version.
+    """
     wanted = torch.device(device)
     if wanted.type == "meta":
         return
     for module in model.modules():
         if isinstance(module, Layer):
-            module.materialize(wanted)
+            module.materialize(wanted, weights=weights)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
 
 from weightcast.clock import Deadline
-from weightcast.engines.embedded.messages import Action, Describe, RankStats
+from weightcast.engines.embedded.messages import Action, Describe
 from weightcast.engines.embedded.ranks.inbox import Inbox
 from weightcast.engines.embedded.ranks.rank import Rank
 from weightcast.engines.embedded.ranks.step import PARK, Work
@@ -53,5 +55,7 @@ class Follower:
         for request in self._inbox.receive():
             raise ReplicaFailed(f"rank {self._inbox.rank} got a {type(request).__name__}, which is for rank 0 alone.")
 
-    def _perform(self, action: Action) -> RankStats | None:
-        return self._rank.describe({}, commands=self._inbox.executed) if isinstance(action, Describe) else None
+    def _perform(self, number: int, action: Action) -> Any:
+        if isinstance(action, Describe):
+            return self._rank.describe({}, commands=self._inbox.executed)
+        return self._rank.perform(number, action)

@@ -100,6 +100,16 @@ class RankGroup:
         dist.gather(tensor, parts, dst=0)
         return torch.cat(parts, dim=-1)
 
+    def agree(self, fine: bool) -> list[bool]:
+        """What every rank says, in their order. Part of a command that all of them execute, never of a step."""
+        self._vitals.progress += 1
+        if self.size == 1:
+            return [fine]
+        self.collectives += 1
+        votes = [torch.empty(1, dtype=torch.int32) for _ in range(self.size)]
+        dist.all_gather(votes, torch.tensor([int(fine)], dtype=torch.int32))
+        return [bool(vote.item()) for vote in votes]
+
     def broadcast(self, message: torch.Tensor) -> None:
         """Rank 0's int32 tensor to all ranks, in place."""
         self._vitals.progress += 1

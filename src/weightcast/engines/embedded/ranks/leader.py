@@ -5,18 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
+from msgspec import structs
 
 from weightcast.engines.embedded.messages import (
     Action,
     Cancel,
     ClearCache,
+    Commit,
     Describe,
+    Freeze,
     Output,
     Outputs,
-    RankStats,
+    Release,
+    Revert,
+    Rollback,
+    Settle,
     Submit,
+    Thaw,
 )
 from weightcast.engines.embedded.ranks.batching import Span, make_batch
 from weightcast.engines.embedded.ranks.inbox import Inbox
@@ -27,7 +35,8 @@ from weightcast.engines.embedded.ranks.wake import WakeSender
 from weightcast.engines.embedded.scheduling.blocks import BlockPool
 from weightcast.engines.embedded.scheduling.sampling import Choice, accept, choose
 from weightcast.engines.embedded.scheduling.scheduler import Chunk, Scheduler, StepResult
-from weightcast.errors import InvalidInput
+from weightcast.engines.states import ReplicaState
+from weightcast.errors import InvalidInput, WrongState
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +50,7 @@ class Leader:
     def __init__(self, rank: Rank, inbox: Inbox, wake: WakeSender) -> None:
         self._rank, self._inbox, self._wake = rank, inbox, wake
         self._runner, settings = rank.runner, rank.settings.engine
-        self._pool = BlockPool(
-            self._runner.blocks, settings.block_size, prefix_cache=settings.prefix_cache, version=rank.settings.version
-        )
+        self._pool = BlockPool(self._runner.blocks, settings.block_size, prefix_cache=settings.prefix_cache, version="")
         drafting = self._runner.draft is not None
         self._speculator = Speculator(lambda spans: self._forward(Work.DRAFT, spans)) if drafting else None
         self._scheduler = Scheduler(
@@ -52,8 +59,11 @@ class Leader:
             max_step_tokens=settings.max_step_tokens,
             max_length=self._runner.max_length,
             draft_tokens=settings.draft_tokens if drafting else 0,
-            version=rank.settings.version,
+            version="",
         )
+        self._paused = False
+        self._scheduler.frozen = True  # until there are weights
+        self._withheld: list[Output] | None = None  # made by weights that are not proved yet
         self._awake = False  # whether the peers are receiving steps
         self._signal = 0  # the command that rides on the next step message
 
@@ -81,8 +91,7 @@ class Leader:
                 self._scheduler.cancel(message.id)
             else:
                 refused += self._submit(message)
-        if refused:
-            self._inbox.send(Outputs(outputs=tuple(refused)))
+        self._tell(refused)
 
     def _submit(self, request: Submit) -> list[Output]:
         try:
@@ -92,7 +101,7 @@ class Leader:
             answer = Output(
                 id=request.id,
                 tokens=(),
-                version=self._rank.settings.version,
+                version=self._rank.live.version,
                 finish="error",
                 reason=str(error),
                 refused=True,
@@ -112,7 +121,13 @@ class Leader:
             self._signal = command
             self._speculator.follow(behind)
         outputs = self._scheduler.apply(self._decide(chunks, proposals, logits), routing=self._runner.routing)
-        if outputs:
+        self._tell(outputs)
+
+    def _tell(self, outputs: Sequence[Output]) -> None:
+        """Send outputs, or keep them back until the weights that made them are proved."""
+        if self._withheld is not None:
+            self._withheld += outputs
+        elif outputs:
             self._inbox.send(Outputs(outputs=tuple(outputs)))
 
     def _forward(self, work: Work, spans: Sequence[Span]) -> torch.Tensor:
@@ -154,10 +169,56 @@ class Leader:
             self._rank.channel.send(Step(signal=PARK))
             self._awake = self._rank.vitals.busy = False
 
-    def _perform(self, action: Action) -> RankStats | None:
-        if isinstance(action, ClearCache):
-            self._pool.clear_cache()
-        return self._rank.describe(self._counters(), commands=self._inbox.executed) if isinstance(action, Describe) else None
+    # -- commands --------------------------------------------------------------------------------------------------------
+
+    def _perform(self, number: int, action: Action) -> Any:
+        try:
+            return self._do(number, action)
+        finally:
+            self._scheduler.frozen = self._paused or not self._rank.resident
+            renewed = isinstance(action, Commit | Revert | Rollback)  # other bytes may come under the same name
+            if renewed or self._scheduler.version != self._rank.live.version:
+                self._scheduler.set_version(self._rank.live.version)
+
+    def _do(self, number: int, action: Action) -> Any:
+        """What only rank 0 does for a command, around what every rank does."""
+        match action:
+            case Describe():
+                return self._rank.describe(self._counters(), commands=self._inbox.executed)
+            case ClearCache():
+                self._pool.clear_cache()
+            case Freeze():
+                self._paused = True
+                if action.recompute:
+                    self._scheduler.recompute()
+            case Thaw():
+                if not self._rank.resident:
+                    missing = "weights" if not self._rank.live.whole else "the KV cache"
+                    raise WrongState("resume", f"without {missing}", [ReplicaState.READY])
+                self._paused = False
+            case Release() if "kv_cache" in action.tags:
+                self._scheduler.recompute()
+            case Commit() if action.release_cache:
+                self._scheduler.recompute()  # whether it succeeds or not, the caches are new afterwards
+            case Revert():
+                self._disown(action.reason)
+        result = self._rank.perform(number, action)
+        match action:
+            case Commit():
+                self._withheld = []
+                if action.clear_cache:
+                    self._scheduler.recompute()
+            case Settle():
+                made, self._withheld = self._withheld or [], None
+                self._tell(made)
+        return result
+
+    def _disown(self, reason: str) -> None:
+        """The weights of the last outputs turned out wrong: nobody gets those, and what runs has seen them."""
+        made, self._withheld = self._withheld or [], None
+        ended = {output.id: output for output in made if output.finish is not None}
+        outputs = [*ended.values(), *self._scheduler.abort_all(reason)]
+        self._tell([structs.replace(output, tokens=(), logprobs=None, finish="error", reason=reason) for output in outputs])
 
     def _counters(self) -> dict[str, int]:
         return {

@@ -15,9 +15,9 @@ from weightcast.engines.embedded.ranks.device import claim_device
 from weightcast.engines.embedded.ranks.follower import Follower
 from weightcast.engines.embedded.ranks.group import RankGroup
 from weightcast.engines.embedded.ranks.inbox import Inbox
+from weightcast.engines.embedded.ranks.jobs import Jobs
 from weightcast.engines.embedded.ranks.leader import Leader
 from weightcast.engines.embedded.ranks.rank import Rank
-from weightcast.engines.embedded.ranks.runner import Runner
 from weightcast.engines.embedded.ranks.vitals import Pulse, Vitals
 from weightcast.engines.embedded.ranks.wake import WakeReceiver, WakeSender
 from weightcast.engines.embedded.settings import RankSettings
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Meet the other ranks, load, say `Ready`, and work until told to leave."""
+    """Meet the other ranks, say `Ready`, and work until told to leave. The first command brings the weights."""
     claim_device(settings.engine.device, settings.rank, settings.engine.ranks)
-    with RankGroup(settings, vitals) as group, torch.inference_mode():
-        rank = Rank(settings, group, Runner(settings.engine, group), vitals)
+    with RankGroup(settings, vitals) as group, torch.inference_mode(), Jobs(settings, context) as jobs:
+        rank = Rank(settings, group, vitals, jobs)
         if settings.rank == 0:
             with WakeSender(settings, context) as sender:
                 leader = Leader(rank, inbox, sender)
@@ -48,11 +48,10 @@ def _ready(rank: Rank) -> Ready:
         rank=rank.settings.rank,
         pid=os.getpid(),
         protocol=PROTOCOL,
-        version=rank.settings.version,
         max_length=runner.max_length,
         blocks=runner.blocks,
         vocab_size=runner.config.vocab_size,
-        moe=runner.cache.routing is not None,
+        moe=runner.moe,
     )
 
 

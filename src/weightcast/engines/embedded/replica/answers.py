@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +18,11 @@ class Answer:
     Use it as an async context manager, or call `close`: a request that nobody reads is computed all the same until then.
     """
 
-    __slots__ = ("_finished", "_forget", "_outputs", "_reader", "id", "version")
+    __slots__ = ("_finished", "_forget", "_outputs", "_reader", "id", "made", "version")
 
     def __init__(self, request_id: str, version: str, forget: Callable[[Answer], None]) -> None:
         self.id, self.version = request_id, version
+        self.made = 0  # tokens
         self._forget = forget
         self._outputs: deque[Output] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -49,6 +50,7 @@ class Answer:
             return
         self._outputs.append(output)
         self.version, self._finished = output.version, output.finish is not None
+        self.made += len(output.tokens)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -56,11 +58,11 @@ class Answer:
         """Called by the replica: nothing more will come from the ranks."""
         self.put(Output(id=self.id, tokens=(), version=self.version, finish=finish, reason=reason))
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "the request was cancelled") -> None:
         """The rest is not wanted. What came so far can still be read, then the answer ends with "abort". Safe twice."""
         if not self._finished:
             self._forget(self)
-            self.end("abort", "the request was cancelled")
+            self.end("abort", reason)
 
     def close(self) -> None:
         """Cancel what runs and drop what came. Safe twice."""
@@ -84,8 +86,7 @@ class Answers:
             raise InvalidInput(f"max_requests must be 1 or more, not {limit}.")
         self._limit = limit
         self._open: dict[str, Answer] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._dropped = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -103,14 +104,15 @@ class Answers:
                 cancel(answer.id)
 
         answer = self._open[request_id] = Answer(request_id, version, forget)
-        self._idle.clear()
         return answer
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(list(self._open.values()))
 
     def drop(self, answer: Answer) -> None:
         """The request is not in flight any more."""
         self._open.pop(answer.id, None)
-        if not self._open:
-            self._idle.set()
+        self._dropped.set()
 
     def deliver(self, outputs: Iterable[Output]) -> None:
         """Hand outputs to those who asked. Some may be of requests that were just cancelled."""
@@ -131,4 +133,12 @@ class Answers:
 
     async def idle(self) -> None:
         """Wait until no request is in flight. The caller sees to it that this comes about."""
-        await self._idle.wait()
+        while self._open:
+            self._dropped.clear()
+            await self._dropped.wait()
+
+    async def gone(self, answers: Collection[Answer]) -> None:
+        """Wait until none of these is in flight any more."""
+        while any(self._open.get(answer.id) is answer for answer in answers):
+            self._dropped.clear()
+            await self._dropped.wait()

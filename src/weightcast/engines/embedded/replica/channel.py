@@ -14,7 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast.engines.embedded.messages import FromRank, ToRank, beat_identity, front_end_address, rank_identity
+from weightcast.engines.embedded.messages import (
+    FromRank,
+    ToRank,
+    beat_identity,
+    front_end_address,
+    job_identity,
+    rank_identity,
+)
 from weightcast.errors import MissingExtra, ReplicaFailed
 
 try:
@@ -45,7 +52,7 @@ class Channel:
         on_crash: Callable[[Exception], None],
     ) -> None:
         self._on_message, self._on_fault, self._on_crash = on_message, on_fault, on_crash
-        self._ranks = {name(rank): rank for rank in range(ranks) for name in (rank_identity, beat_identity)}
+        self._ranks = {name(rank): rank for rank in range(ranks) for name in (rank_identity, beat_identity, job_identity)}
         self._names = [rank_identity(rank) for rank in range(ranks)]
         self._decode = msgspec.msgpack.Decoder(FromRank).decode
         self._encode = msgspec.msgpack.Encoder().encode

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weightcast.clock import Deadline
-from weightcast.engines.embedded.messages import Acknowledged, Action, Command
+from weightcast.engines.embedded.messages import Acknowledged, Action, Command, Job
+from weightcast.engines.embedded.replica.verdicts import joined_error
 from weightcast.errors import DeadlineExceeded, ReplicaFailed, WeightcastError
 
 
@@ -31,7 +32,15 @@ class Commands:
         self._failure: WeightcastError | None = None
 
     async def execute(self, action: Action, timeout_s: float) -> list[Any]:
-        """One result per rank, in their order. `timeout_s` includes waiting for earlier commands.
+        """One result per rank, in their order; see `run`."""
+        return (await self.run(action, timeout_s))[1]
+
+    async def begin(self, action: Job, timeout_s: float) -> int:
+        """Have all ranks begin a job. Returns its number, under which they report."""
+        return (await self.run(action, timeout_s))[0]
+
+    async def run(self, action: Action, timeout_s: float) -> tuple[int, list[Any]]:
+        """The command's number, and one result per rank, in their order. `timeout_s` includes waiting for earlier commands.
 
         A rank that has not answered after a third of the time is sent the command again, which it executes once all the
         same. After `DeadlineExceeded` the ranks that did not answer may still execute it.
@@ -49,7 +58,7 @@ class Commands:
             if not await _settled(pending.done, min(timeout_s / 3, deadline.remaining())):
                 self._post(pending, action)
                 await _settled(pending.done, deadline.remaining())
-            return self._results(pending, name, timeout_s)
+            return pending.number, self._results(pending, name, timeout_s)
         finally:
             self._pending = None
             self._lock.release()
@@ -99,9 +108,9 @@ class Commands:
             ranks = ", ".join(map(str, missing))
             raise DeadlineExceeded(f"command {name} (id {pending.number}) on rank(s) {ranks}", timeout_s)
         answers = [pending.answers[rank] for rank in self._ranks]
-        errors = [f"\n  rank {answer.rank}: {answer.error[0]}: {answer.error[1]}" for answer in answers if answer.error]
+        errors = {answer.rank: answer.error for answer in answers if answer.error}
         if errors:
-            raise ReplicaFailed(f"command {name} failed on {len(errors)} of {len(answers)} rank(s):" + "".join(errors))
+            raise joined_error(f"command {name}", errors, len(answers))
         return [answer.result for answer in answers]
 
 

@@ -12,16 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Action, Cancel, Submit
 from weightcast.engines.embedded.replica.answers import Answer, Answers
 from weightcast.engines.embedded.replica.backoff import Backoff
-from weightcast.engines.embedded.replica.identity import Identity, confirm, identify
+from weightcast.engines.embedded.replica.gate import Gate, check_types
+from weightcast.engines.embedded.replica.inspection import Inspection
+from weightcast.engines.embedded.replica.pausing import Pausing
 from weightcast.engines.embedded.replica.run import Run
-from weightcast.engines.embedded.replica.status import Limits, ReplicaState, ReplicaStatus
+from weightcast.engines.embedded.replica.served import check_config, config_digest, find_checkpoint
+from weightcast.engines.embedded.replica.status import Limits, ReplicaStatus
+from weightcast.engines.embedded.replica.surface import LiveSurface
+from weightcast.engines.embedded.replica.updates import Updates
 from weightcast.engines.embedded.settings import EngineSettings
-from weightcast.errors import InvalidInput, NotFound, NotReady, ReplicaFailed, WeightcastError, WrongState
+from weightcast.engines.states import TABLE, UPDATING, Operation, ReplicaState, refusal
+from weightcast.errors import NotFound, NotReady, ReplicaFailed, WeightcastError, WrongState
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +35,11 @@ PROGRAM = (sys.executable, "-m", "weightcast.engines.embedded.ranks.process")
 _SHUTTING_DOWN = "the server is shutting down"
 
 
-class Replica:
+class Replica(LiveSurface):
     """All ranks of one copy of the model. To be used from one event loop; `start` first, `close` last.
 
-    `program` is what a rank is started with. `backoff` says how long to wait between restarts.
+    `program` is what a rank is started with. `backoff` says how long to wait between restarts. What it does to its weights
+    is described at `LiveWeights`.
     """
 
     def __init__(
@@ -44,12 +50,17 @@ class Replica:
         program: Sequence[str] = PROGRAM,
         backoff: Backoff | None = None,
     ) -> None:
-        self._settings, self._program, self._backoff = settings, tuple(program), backoff or Backoff()
-        self._answers = Answers(max_requests)
+        self.settings, self._program, self._backoff = settings, tuple(program), backoff or Backoff()
+        self.answers, self.gate = Answers(max_requests), Gate()
+        self._pausing = Pausing(self)
+        self._updates = Updates(self, self._pausing)
+        self._inspection = Inspection(self, self._updates, self._pausing)
         self._state, self._reason, self._since = ReplicaState.STARTING, "not started yet", time.time()
-        self._identity: Identity | None = None
+        self._resting = self._state
+        self._config_digest = ""
         self._limits: Limits | None = None
         self._restarts = 0
+        self._unloaded = False  # the ranks run, and the committed version could not be loaded into them
         self._run: Run | None = None
         self._work: asyncio.Task[None] | None = None  # starts, then supervises
         self._closing: asyncio.Task[None] | None = None
@@ -60,15 +71,18 @@ class Replica:
     @property
     def status(self) -> ReplicaStatus:
         """The state at this moment."""
+        served = self._updates.served
         return ReplicaStatus(
             state=self._state,
             reason=self._reason,
             since=self._since,
-            version=self._identity.version if self._identity else "",
-            root_digest=self._identity.root_digest if self._identity else "",
+            version=served.version if served else "",
+            root_digest=served.root_digest if served else "",
             restarts=self._restarts,
-            in_flight=len(self._answers),
+            in_flight=len(self.answers),
             pids=self._run.pids if self._run else (),
+            paused=self._pausing.paused,
+            resting=self._resting,
         )
 
     @property
@@ -78,6 +92,32 @@ class Replica:
             raise self._not_ready()
         return self._limits
 
+    @property
+    def state(self) -> ReplicaState:
+        """The state at this moment."""
+        return self._state
+
+    @property
+    def resting(self) -> ReplicaState:
+        """The last resting state: what an update began in, and what is served meanwhile."""
+        return self._resting
+
+    @property
+    def run(self) -> Run:
+        """The ranks that run now. Raises `NotReady` if there are none."""
+        if self._run is None or not self._run.alive:
+            raise self._not_ready()
+        return self._run
+
+    def allow(self, operation: Operation) -> None:
+        """Raise unless the operation may be asked for now: the table in `engines/states.py` decides, and ranks must run."""
+        state = self._resting if operation is Operation.GENERATE and self._state in UPDATING else self._state
+        error = refusal(operation, state, self._reason)
+        if error is None and (self._run is None or not self._run.alive):
+            error = self._not_ready()
+        if error is not None:
+            raise error
+
     # -- requests and commands -------------------------------------------------------------------------------------------
 
     def submit(self, request: Submit) -> Answer:
@@ -85,35 +125,45 @@ class Replica:
 
         Raises `NotReady` if the replica takes none now, `Overloaded` if `max_requests` are in flight, `InvalidInput` if the
         ranks could not read it. Once accepted, a request always ends: if a rank is lost with finish "error", if the replica
-        is closed with "abort".
+        is closed with "abort". While the replica is paused it waits.
         """
-        run = self._serving()
-        _check_types(request)
-        answer = self._answers.open(request.id, run.version, self._cancel)
+        self.allow(Operation.GENERATE)
+        check_types(request)
+        answer = self.answers.open(request.id, self.status.version, self._cancel)
         try:
-            run.send(0, request)
-        except ReplicaFailed as error:
-            self._answers.drop(answer)
+            if self.gate.closed:
+                self.gate.hold(request)
+            else:
+                self.run.send(0, request)
+        except WeightcastError as error:
+            self.answers.drop(answer)
             raise NotReady(f"the replica takes no requests now: {error}") from error
         return answer
 
     def _cancel(self, request_id: str) -> None:
-        if self._run is not None:
+        if not self.gate.forget(request_id) and self._run is not None:
             with suppress(ReplicaFailed):  # a rank that is lost has forgotten the request
                 self._run.send(0, Cancel(id=request_id))
+
+    def open_gate(self) -> None:
+        """Let requests through to the ranks again."""
+
+        def send(request: Submit) -> None:
+            if self._run is not None:
+                with suppress(ReplicaFailed):  # ranks that are lost end all requests, this one included
+                    self._run.send(0, request)
+
+        self.gate.open(send)
 
     async def command(self, action: Action, *, timeout_s: float) -> list[Any]:
         """Let all ranks execute a command, after the earlier ones. One result per rank, as it came over the wire.
 
-        Raises `DeadlineExceeded` naming the ranks that did not answer; `ReplicaFailed` with every rank's error if it failed
-        there, or with the cause if a rank was lost meanwhile.
+        Raises `DeadlineExceeded` naming the ranks that did not answer; an error with every rank's own if it failed there;
+        `ReplicaFailed` with the cause if a rank was lost meanwhile.
         """
-        return await self._serving().commands.execute(action, timeout_s)
-
-    def _serving(self) -> Run:
-        if self._run is None or self._state is not ReplicaState.READY:
+        if TABLE[self._state].away:
             raise self._not_ready()
-        return self._run
+        return await self.run.commands.execute(action, timeout_s)
 
     def _not_ready(self) -> NotReady:
         return NotReady(f"the replica takes no requests now: it is {self._state} ({self._reason}).")
@@ -130,75 +180,140 @@ class Replica:
         except asyncio.CancelledError:
             if self._closing is not None:
                 raise NotReady("the replica was closed while it started.") from None
-            self._turn(ReplicaState.FAILED, "the start was given up")
+            self.turn(ReplicaState.FAILED, "the start was given up")
             raise
         except Exception as error:
-            self._turn(ReplicaState.FAILED, str(error))
+            self.turn(ReplicaState.FAILED, str(error))
             raise
         if self._closing is None:
             self._work = asyncio.create_task(self._supervise(), name="replica-supervisor")
             self._work.add_done_callback(self._supervisor_ended)
 
     async def _begin(self) -> None:
-        self._turn(ReplicaState.STARTING, f"reading {self._settings.model_dir}")
-        self._identity = await identify(Path(self._settings.model_dir))
-        self._turn(ReplicaState.STARTING, f"starting {self._settings.ranks} rank(s) at version {self._identity.version}")
-        await self._start_ranks(self._identity)
+        settings = self.settings
+        self.turn(ReplicaState.STARTING, f"reading {settings.model_dir}")
+        deadline = Deadline.after(settings.start_timeout_s)
+        self._config_digest = config_digest(Path(settings.model_dir))
+        self._updates.served = await find_checkpoint(settings.model_dir, deadline)
+        if settings.draft_dir is not None:
+            self._updates.draft = await find_checkpoint(settings.draft_dir, deadline)
+        self.turn(ReplicaState.STARTING, f"starting {settings.ranks} rank(s) at version {self._updates.served.version}")
+        try:
+            await self._start_ranks()
+        except BaseException:
+            if self._run is not None:
+                await self._run.end()
+            raise
 
-    async def _start_ranks(self, identity: Identity) -> None:
+    async def _start_ranks(self) -> None:
+        """Start all ranks and bring them to the committed version, as awake and as paused as they were."""
         began = time.monotonic()
-        run = self._run = Run(self._settings, identity, self._program, self._answers, self._lost)
-        self._limits = await run.start()
-        self._turn(ReplicaState.READY, f"serving version {identity.version}")
-        log.info("serve version=%s root=%s start_s=%.3f", identity.version, identity.root_digest, time.monotonic() - began)
+        self._run = Run(self.settings, self._program, self.answers, self._lost)
+        self._limits = await self._run.start()
+        deadline = Deadline.after(self.settings.start_timeout_s)
+        await self._pausing.restore(deadline)
+        if "weight" not in self._pausing.asleep:
+            await self._updates.reload(deadline)
+        self.rest()
+        log.info("serve version=%s start_s=%.3f", self.status.version, time.monotonic() - began)
 
     async def _supervise(self) -> None:
         """Wait for a rank to be lost, then bring all back to the committed version, for as long as it takes."""
         loop = asyncio.get_running_loop()
         while self._run is not None:
             ready_at = loop.time()
-            await asyncio.shield(self._run.failed)  # being cancelled must not cancel the future too
+            await self._watch(self._run)
             self._backoff.was_healthy(loop.time() - ready_at)
             await self._run.end()
-            while not await self._restart(self._run.identity):
+            while not await self._restart():
                 pass
             self._restarts += 1
 
-    def _lost(self, error: ReplicaFailed) -> None:
-        if self._state is ReplicaState.READY:  # a start that fails is told by the exception it raises
-            self._turn(ReplicaState.RESTARTING, str(error))
+    async def _watch(self, run: Run) -> None:
+        """Returns when a rank is lost. Weights that could not be loaded after a restart are tried again meanwhile."""
+        while not run.failed.done():
+            delay_s = self._backoff.next_s() if self._unloaded else None
+            await asyncio.wait([run.failed], timeout=delay_s)  # unlike awaiting it, this does not cancel it
+            if self._unloaded and self._state is ReplicaState.FAILED and not run.failed.done():
+                reason = self._reason
+                try:
+                    await self._updates.reload(Deadline.after(self.settings.start_timeout_s))
+                    self.rest()
+                except WeightcastError as error:
+                    log.warning("load version=%s: %s", self.status.version, error)
+                    if self.state is ReplicaState.STAGING:
+                        self.turn(ReplicaState.FAILED, reason)
+            self._unloaded = self._unloaded and self._state is ReplicaState.FAILED
 
-    async def _restart(self, committed: Identity) -> bool:
-        """Try once, after the delay that is due. Says whether the ranks serve again."""
+    def _lost(self, error: ReplicaFailed) -> None:
+        self.gate.drop()  # the requests that wait there are ended with all others
+        if self._state is not ReplicaState.STARTING:  # a start that fails is told by the exception it raises
+            self.turn(ReplicaState.RESTARTING, str(error))
+
+    async def _restart(self) -> bool:
+        """Try once, after the delay that is due. Says whether the ranks run again: with weights, or FAILED without."""
         delay_s = self._backoff.next_s()
-        log.warning("restart replica version=%s delay_s=%.1f: %s", committed.version, delay_s, self._reason)
+        log.warning("restart replica version=%s delay_s=%.1f: %s", self.status.version, delay_s, self._reason)
         await asyncio.sleep(delay_s)
         try:
-            identity = await confirm(committed)
+            check_config(Path(self.settings.model_dir), self._config_digest)
             if self._state is ReplicaState.FAILED:
-                self._turn(ReplicaState.RESTARTING, f"version {committed.version} is there again: starting the ranks")
-            await self._start_ranks(identity)
-        except NotFound as error:
-            self._turn(ReplicaState.FAILED, str(error))
-        except WeightcastError as error:
-            self._turn(ReplicaState.RESTARTING, str(error))
+                self.turn(ReplicaState.RESTARTING, "what was missing is there again: starting the ranks")
+            await self._start_ranks()
         except Exception as error:
-            log.exception("crash restart")  # to give up would be worse, whatever it is
-            self._turn(ReplicaState.FAILED, f"the restart failed: {type(error).__name__}: {error}")
-        return self._state is ReplicaState.READY
+            reason, mended = str(error), isinstance(error, WeightcastError) and not isinstance(error, NotFound)
+            if not isinstance(error, WeightcastError):
+                log.exception("crash restart")  # to give up would be worse, whatever it is
+                reason = f"the restart failed: {type(error).__name__}: {error}"
+            alive = self._run is not None and self._run.alive
+            if alive and not isinstance(error, ReplicaFailed):
+                self._unloaded = True
+                self.fail(f"version {self.status.version} could not be loaded again: {error}")
+            elif self._run is not None:
+                await self._run.end()
+                self.turn(ReplicaState.RESTARTING if mended else ReplicaState.FAILED, reason)
+            return alive and self._state is ReplicaState.FAILED
+        return True
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
         log.error("crash supervisor: %s", error, exc_info=error)
-        self._turn(ReplicaState.FAILED, f"the supervisor failed: {type(error).__name__}: {error}")
-        self._answers.end_all("error", self._reason)
+        self.fail(f"the supervisor failed: {type(error).__name__}: {error}")
 
-    def _turn(self, state: ReplicaState, reason: str) -> None:
+    # -- states ----------------------------------------------------------------------------------------------------------
+
+    def turn(self, state: ReplicaState, reason: str) -> None:
+        """Go to another state. One that is closing only goes on with that."""
         if self._closing is not None and state not in (ReplicaState.DRAINING, ReplicaState.CLOSED):
             return
         self._state, self._reason, self._since = state, reason, time.time()
+        if TABLE[state].resting:
+            self._resting = state
+
+    def rest(self) -> None:
+        """Go to the resting state that follows from what is in memory. Without ranks it is the supervisor's to say."""
+        if self._run is None or not self._run.alive:
+            return
+        asleep, version = self._pausing.asleep, self.status.version
+        if not self._pausing.paused and self.gate.closed:
+            self.open_gate()
+        if "weight" in asleep:
+            self.turn(ReplicaState.CLEARED, f"asleep: {', '.join(sorted(asleep))}; {version} was served")
+        elif asleep:
+            self.turn(ReplicaState.SLEEPING, f"asleep: {', '.join(sorted(asleep))}")
+        else:
+            self.turn(ReplicaState.READY, f"serving version {version}")
+
+    def fail(self, reason: str) -> None:
+        """No whole version is in memory: serve nothing, and say so to all who wait. An update or a recovery mends it."""
+        self.turn(ReplicaState.FAILED, reason)
+        for answer in self.answers:
+            self._cancel(answer.id)
+        self.gate.drop()
+        self.answers.end_all("error", reason)
+        log.error("fail replica: %s", reason)
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
@@ -209,32 +324,26 @@ class Replica:
         does not stop it.
         """
         if self._closing is None:
-            self._turn(ReplicaState.DRAINING, _SHUTTING_DOWN)
+            self.turn(ReplicaState.DRAINING, _SHUTTING_DOWN)
             self._closing = asyncio.create_task(self._shut_down(), name="replica-close")
         if not self._closing.done():
-            end_all = partial(self._answers.end_all, "abort", _SHUTTING_DOWN)
+            end_all = partial(self.answers.end_all, "abort", _SHUTTING_DOWN)
             self._drains.append(asyncio.get_running_loop().call_later(max(0.0, drain_s), end_all))
         await asyncio.shield(self._closing)
 
     async def _shut_down(self) -> None:
         try:
+            await self._updates.close()
+            self.open_gate()  # what waited may still be answered within the time to drain
             if self._work is not None:
                 self._work.cancel()
                 await asyncio.wait([self._work])
             if self._run is not None:
-                await self._answers.idle()
+                await self.answers.idle()
                 await self._run.stop()
         finally:
-            self._answers.end_all("abort", _SHUTTING_DOWN)
+            self.answers.end_all("abort", _SHUTTING_DOWN)
             for timer in self._drains:
                 timer.cancel()
-            self._turn(ReplicaState.CLOSED, "closed")
+            self.turn(ReplicaState.CLOSED, "closed")
             log.info("close replica restarts=%d", self._restarts)
-
-
-def _check_types(request: Submit) -> None:
-    """Structs take whatever they are given, and rank 0, which checks, would fail for all over the mistake of one."""
-    try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Submit)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"request {request.id!r} cannot be sent to the ranks: {error}.") from error

@@ -20,13 +20,14 @@ from weightcast.engines.embedded.messages import (
     Heartbeat,
     Outputs,
     Ready,
+    Report,
     Shutdown,
     ToRank,
 )
 from weightcast.engines.embedded.replica.answers import Answers
 from weightcast.engines.embedded.replica.channel import Channel
 from weightcast.engines.embedded.replica.commands import Commands
-from weightcast.engines.embedded.replica.identity import Identity
+from weightcast.engines.embedded.replica.job_board import JobBoard
 from weightcast.engines.embedded.replica.processes import RankProcess, wait_all
 from weightcast.engines.embedded.replica.run_dir import RunDir
 from weightcast.engines.embedded.replica.status import Limits
@@ -51,17 +52,17 @@ class Run:
     def __init__(
         self,
         settings: EngineSettings,
-        identity: Identity,
         program: Sequence[str],
         answers: Answers,
         on_lost: Callable[[ReplicaFailed], None],
     ) -> None:
         self._on_lost = on_lost
-        self._settings, self.identity, self._program, self._answers = settings, identity, program, answers
+        self._settings, self._program, self._answers = settings, program, answers
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[ReplicaFailed] = self._loop.create_future()
         self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self.commands = Commands(settings.ranks, self.send)
+        self.board = JobBoard(settings.ranks)
         self._ready: dict[int, Ready] = {}
         self._problems: dict[int, str] = {}
         self._told: set[int] = set()  # ranks whose problem is in their own words
@@ -75,9 +76,9 @@ class Run:
         self._channel: Channel | None = None
 
     @property
-    def version(self) -> str:
-        """What the ranks load."""
-        return self.identity.version
+    def alive(self) -> bool:
+        """Whether all ranks run and can be spoken to."""
+        return self._all_ready.done() and not self.failed.done() and not self._ending
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -96,7 +97,6 @@ class Run:
             if not self._all_ready.done():
                 late = [rank for rank in range(self._settings.ranks) if rank not in self._ready]
                 raise DeadlineExceeded(f"the start of rank(s) {', '.join(map(str, late))}", timeout_s)
-            self.identity.check_untouched()
         except BaseException:
             await self.end()
             raise
@@ -118,11 +118,10 @@ class Run:
                 rank=rank,
                 run_dir=str(path),
                 parent_pid=os.getpid(),
-                version=self.identity.version,
                 log_level=log.getEffectiveLevel(),
             )
             self._processes.append(RankProcess(self._program, settings, partial(self._guard, self._exited)))
-        log.info("start replica version=%s ranks=%d pids=%s run_dir=%s", self.identity.version, ranks, self.pids, path)
+        log.info("start replica ranks=%d pids=%s run_dir=%s", ranks, self.pids, path)
         self._tick()
 
     def send(self, rank: int, message: ToRank) -> None:
@@ -157,6 +156,7 @@ class Run:
         for timer in self._timers.values():
             timer.cancel()
         self.commands.fail(NotReady("the replica is shutting down."))
+        self.board.fail(NotReady("the replica is shutting down."))
         for process in self._processes:
             process.kill()
         if self._channel is not None:
@@ -186,6 +186,8 @@ class Run:
                 self.commands.acknowledge(message)
             except ReplicaFailed as error:
                 self._blame(rank, str(error))
+        elif isinstance(message, Report):
+            self.board.report(message)
         elif isinstance(message, Ready):
             self._greet(rank, message)
         else:
@@ -195,8 +197,6 @@ class Run:
         wrong = []
         if ready.protocol != PROTOCOL:
             wrong.append(f"speaks protocol {ready.protocol} instead of {PROTOCOL}")
-        if ready.version != self.identity.version:
-            wrong.append(f"loaded version {ready.version} instead of {self.identity.version}")
         if rank in self._ready:
             wrong.append("said twice that it is ready")
         for other in list(self._ready.values())[:1]:
@@ -241,6 +241,12 @@ class Run:
     def _hear_s(self) -> float:
         return _HEAR_SERVING_S if self._all_ready.done() else _HEAR_STARTING_S
 
+    def give_up(self, problem: str) -> ReplicaFailed:
+        """The ranks do not do what they must: end them all, as if one was lost. Returns the error that this is."""
+        if not self.failed.done() and not self._ending:
+            self._lose(ReplicaFailed(f"the replica {problem}"))
+        return self.failed.result() if self.failed.done() else ReplicaFailed(f"the replica {problem}")
+
     def _blame(self, rank: int, problem: str) -> None:
         self._problems[rank] = problem
         self._settle()
@@ -274,8 +280,9 @@ class Run:
         for process in self._processes:
             process.kill()
         self.commands.fail(error)
+        self.board.fail(error)
         ended = self._answers.end_all("error", str(error))
-        log.error("lose replica version=%s requests=%d: %s", self.identity.version, ended, error)
+        log.error("lose replica requests=%d: %s", ended, error)
 
     def _guard(self, act: Callable[..., None], *arguments: object) -> None:
         """Run a callback of the event loop, where an exception would be lost."""

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class ReplicaState(StrEnum):
-    """Where a replica is in its life. Only a READY one takes requests."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    RESTARTING = "RESTARTING"
-    FAILED = "FAILED"
-    DRAINING = "DRAINING"
-    CLOSED = "CLOSED"
+from weightcast.engines.states import TABLE, UPDATING, ReplicaState
 
 
 @dataclass(frozen=True)
@@ -33,11 +23,14 @@ class ReplicaStatus:
     restarts: int
     in_flight: int
     pids: tuple[int, ...]
+    paused: bool = False
+    resting: ReplicaState = ReplicaState.READY
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken."""
-        return self.state is ReplicaState.READY
+        """Whether a router should send requests here."""
+        serves = self.state not in UPDATING or TABLE[self.resting].healthy
+        return TABLE[self.state].healthy and serves and not self.paused
 
 
 @dataclass(frozen=True)

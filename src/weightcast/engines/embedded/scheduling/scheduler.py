@@ -53,8 +53,9 @@ class StepResult:
 class Scheduler:
     """Call `plan`, run the model, call `apply`, and so on. Nothing else may come between the two but `cancel`.
 
-    `plan` answers with work as long as `has_work`. A sequence that needs a block where there is none takes those of the one
-    admitted last, which is computed again later. With `draft_tokens`, the caller keeps `draft_computed` of the sequences.
+    `plan` answers with work as long as `has_work`, which is false while `frozen`. A sequence that needs a block where there
+    is none takes those of the one admitted last, which is computed again later. With `draft_tokens`, the caller keeps
+    `draft_computed` of the sequences.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scheduler:
         self.draft_tokens = draft_tokens
         self.version = version
         self.preempted = 0
+        self.frozen = False  # set by the owner: nothing is planned, everything else goes on
         self._running: dict[str, Sequence] = {}
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._no_room = False  # the first in the queue did not fit, and nothing has been given back since
@@ -83,8 +85,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to compute."""
-        return bool(self._running or self._waiting)
+        """Whether there is anything to compute, and nothing forbids it."""
+        return not self.frozen and bool(self._running or self._waiting)
 
     # -- requests --------------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,12 @@ class Scheduler:
             outputs.append(self._output(sequence, finish="abort", reason=reason))
         return outputs
 
+    def recompute(self) -> None:
+        """All keys and values are forgotten: what runs is computed again from its first token, in the same order."""
+        while self._running:
+            self._preempt()
+        self.pool.clear_cache()
+
     def set_version(self, version: str) -> None:
         """Tokens made from now on carry `version`. Cached prefixes are forgotten; what runs goes on with what it holds."""
         self.version = version
@@ -155,6 +163,8 @@ class Scheduler:
 
     def plan(self) -> list[Chunk]:
         """The next step: first sequences that make tokens, then prompts in the order of their arrival as far as they fit."""
+        if self.frozen:
+            return []
         chunks = [
             Chunk(sequence, sequence.computed, 1)
             for sequence in tuple(self._running.values())

@@ -1,38 +1,4 @@
-"""Every exception weightcast raises.
-
-    WeightcastError
-    ├── InvalidInput              what the caller passed is wrong; nothing was read or changed
-    │   ├── UnsupportedTensor     a dtype, layout or object that cannot be carried
-    │   ├── UnknownSource         no transport for this URL
-    │   ├── UnsupportedFormat     a file of ours with a format number or kind this release cannot read
-    │   ├── UnsupportedModel      a checkpoint that the embedded engine cannot run
-    │   └── MissingExtra          an optional package is not installed
-    ├── NotFound
-    │   ├── StoreNotFound · VersionNotFound · VersionNotSet
-    │   └── SnapshotNotFound      also a FileNotFoundError; lists every place that was searched
-    ├── Conflict                  right in itself, wrong now
-    │   ├── VersionExists · StoreBusy · UpdateInProgress · WrongState
-    │   └── BaseVersionMismatch   a delta for another base than the one that is served
-    ├── Corrupt                   bytes are not what was published
-    │   ├── ManifestCorrupt · PartCorrupt · DigestMismatch · VersionFileInvalid · SnapshotInvalid
-    │   ├── DeltaCorrupt          a delta that contradicts itself, its base or its digests
-    │   └── PickleRefused         a pickle that wants to build something other than tensors
-    ├── VersionDoesNotFit         names, shapes, dtypes or groups differ from the model; carries all mismatches
-    │   └── DeltaDoesNotFit       the same for a delta and the tensors it is to be applied to
-    ├── VerificationUnavailable   a digest check was asked for and the source has no digests
-    ├── SourceFailed              the source died, or sent too little, too much or the same twice
-    ├── DeadlineExceeded
-    ├── StorageFailed             the file system refused: full, read-only, no permission
-    ├── UpdateFailed              something outside of weightcast broke an update; no weights were changed
-    ├── CommitFailed              writing into the live model failed; says which version it holds now
-    ├── NotReady                  a replica that starts, restarts or drains takes no requests
-    ├── Overloaded                the queue of a replica is full
-    ├── ReplicaFailed             a rank of a replica died, hung or could not start
-    └── ClearIncomplete           memory that clear() should have freed is still referenced
-
-Each class has a stable `code`, used by programs where people read the message, and an `exit_code` for the command line:
-2 where the caller must change the call, 1 where the call was right and failed.
-"""
+"""What can be wrong with a call, a version, a source or a store."""
 
 from __future__ import annotations
 
@@ -176,6 +142,12 @@ class WrongState(Conflict):
     def __init__(self, operation: str, state: str, allowed: Iterable[str]) -> None:
         self.state = state
         super().__init__(f"cannot {operation} in state {state}: allowed in {', '.join(sorted(allowed))}.")
+
+
+class UpdateCancelled(Conflict):
+    """The update was cancelled before its commit. No weights were changed."""
+
+    code = "update_cancelled"
 
 
 class BaseVersionMismatch(Conflict):
@@ -367,34 +339,3 @@ class CommitFailed(WeightcastError):
 
     code = "commit_failed"
     edit: object | None = None
-
-
-class ClearIncomplete(WeightcastError):
-    """clear() dropped the parameters, but something else still holds their memory."""
-
-    code = "clear_incomplete"
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        super().__init__(
-            f"the memory of {len(names)} parameter(s) is still referenced from outside the model, so it was not freed: "
-            f"{', '.join(names)}. Drop those references (optimizers, views, captured graphs) and clear again."
-        )
-
-
-class NotReady(WeightcastError):
-    """The replica starts, restarts or drains, and takes no requests now. Try again later or elsewhere."""
-
-    code = "not_ready"
-
-
-class Overloaded(WeightcastError):
-    """The replica's queue is full. Try again later or elsewhere."""
-
-    code = "overloaded"
-
-
-class ReplicaFailed(WeightcastError):
-    """A rank died, hung or could not start. The message says which, and why if that is known."""
-
-    code = "replica_failed"

@@ -1,0 +1,182 @@
+"""What drives an engine: the protocol that the server speaks, and the words in which updates and weights are told.
+
+The embedded engine's `Replica` is one implementation. Everything is called from one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from weightcast.worker.result import CommitMode
+
+PauseMode = Literal["abort", "wait", "keep"]
+Tag = Literal["weight", "kv_cache"]
+TransferMode = Literal["auto", "snapshot", "ipc", "http", "rdma", "gdr"]
+Phase = Literal["waiting", "staging", "staged", "committing", "proving", "done", "failed", "cancelled"]
+
+TAGS: tuple[Tag, ...] = ("weight", "kv_cache")
+UPDATE_TIMEOUT_S = 180.0
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update should do.
+
+    `version` None is the newest of the source, `source` None the engine's default one. `commit` "auto" takes what the
+    change allows at the least cost: a scatter for a delta, else a copy. `clear_cache` decides what requests that are kept
+    over the commit go on with: keys and values computed anew under the new weights, or the old ones. `release_cache` frees
+    all caches around the commit, for its memory.
+    """
+
+    version: str | None = None
+    source: str | None = None
+    transfer_mode: TransferMode = "auto"
+    verify_checksum: bool = True
+    timeout_s: float = UPDATE_TIMEOUT_S
+    commit: CommitMode | Literal["auto"] = "auto"
+    pause: PauseMode = "keep"
+    clear_cache: bool = True
+    release_cache: bool = False
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error as it is reported: its code and its message."""
+
+    code: str
+    message: str
+
+
+class UpdateStatus(msgspec.Struct, kw_only=True):
+    """An update at one moment. `nbytes` of `total` were staged, over all ranks; `total` is 0 until it is known.
+
+    `result` has one entry per rank once it is done: the fields of `UpdateResult.as_dict()` and, beside them, `pause_s`,
+    `proof_s`, and with `release_cache` also `cache_clear_cost` and `cache_rebuild_cost`.
+    """
+
+    id: str
+    request: UpdateRequest
+    version: str = ""
+    source: str = ""
+    phase: Phase = "waiting"
+    nbytes: int = 0
+    total: int = 0
+    error: Failure | None = None
+    result: list[dict[str, Any]] | None = None
+    began: float = msgspec.field(default_factory=time.time)
+    ended: float | None = None
+
+    @property
+    def percent(self) -> float:
+        """How much of the staging is done."""
+        if self.phase in ("staged", "committing", "proving", "done"):
+            return 100.0
+        return 100.0 * self.nbytes / self.total if self.total else 0.0
+
+
+class RankWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds. `state` is that of its live model; `shard_digest` is over its own slices, once proved."""
+
+    rank: int
+    version: str
+    state: str
+    shard_digest: str
+    nbytes: int
+
+
+class WeightsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica serves. `root_digest` is empty unless every rank has proved its part. `since` is Unix time.
+
+    `previous` is the version that a rollback would go back to, if it is still held. `asleep` are the tags without memory.
+    """
+
+    state: str
+    legacy_status: int
+    reason: str
+    version: str
+    root_digest: str
+    source: str
+    sequence: int
+    since: float
+    previous: str | None
+    paused: bool
+    asleep: tuple[str, ...]
+    update: str | None
+    ranks: tuple[RankWeights, ...]
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """A request that was ended on demand."""
+
+    request_id: str
+    output_token_count: int
+
+
+class AbortReport(msgspec.Struct, frozen=True):
+    """What became of a call to abort requests."""
+
+    aborted: list[Aborted]
+    not_found: list[str]
+
+
+class LiveWeights(Protocol):
+    """The part of an engine that changes its weights. Every call raises `NotReady`, `WrongState` or `UpdateInProgress`
+    where the table in `engines/states.py` does not allow it.
+    """
+
+    @property
+    def weights(self) -> WeightsStatus:
+        """What is served now, at once: `ranks` and `previous` are as they were told last."""
+
+    async def look_at_weights(self) -> WeightsStatus:
+        """The same, after asking every rank what it holds. Raises `NotReady` where there are none to ask."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests are kept waiting until `resume`."""
+
+    def begin_update(self, request: UpdateRequest) -> UpdateStatus:
+        """Start an update and return at once. Only one runs at a time: a second is `UpdateInProgress`."""
+
+    async def finish_update(self, update_id: str) -> UpdateStatus:
+        """Wait for the end of an update. Raises what it failed with."""
+
+    def update_status(self, update_id: str) -> UpdateStatus:
+        """How an update is doing, also some time after its end. Raises `NotFound`."""
+
+    async def cancel_update(self, update_id: str) -> UpdateStatus:
+        """Cancel an update that is staging; returns when it has ended. One that commits or has ended is `WrongState`."""
+
+    async def verify(self, *, timeout_s: float) -> list[dict[str, Any]]:
+        """Recompute the digests of the live weights. One entry per rank; a mismatch turns the replica FAILED and raises."""
+
+    async def rollback(self, *, timeout_s: float) -> WeightsStatus:
+        """Go back to the previous version. Raises `NotFound` if it is not held any more."""
+
+    def begin_recovery(self, request: UpdateRequest) -> UpdateStatus:
+        """Like `begin_update`, for a replica that holds no whole version: without a version, to the last committed one."""
+
+    async def digest(self, names: Collection[str], algorithm: str, *, timeout_s: float) -> list[dict[str, Any]]:
+        """Digests of the raw bytes that each rank holds of these tensors. Changes nothing. One entry per rank."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False, timeout_s: float) -> None:
+        """Stop computing. "abort" ends what runs, with what it has; "wait" lets it end first and raises `DeadlineExceeded`,
+        unpaused, if that takes too long; "keep" freezes it. New requests wait. Pausing what is paused is fine.
+        """
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """Go on. `WrongState` while weights or caches are not resident. Resuming what runs is fine."""
+
+    async def abort_requests(self, ids: Sequence[str] | None, *, timeout_s: float) -> AbortReport:
+        """End requests (None: all) with what they have. An id also stands for the several answers to one request."""
+
+    async def sleep(self, tags: Collection[Tag], mode: PauseMode, *, timeout_s: float) -> list[dict[str, Any]]:
+        """Pause and free memory. Each tag by itself; one that is asleep already is fine. One entry per rank."""
+
+    async def wake(self, tags: Collection[Tag], *, timeout_s: float) -> list[dict[str, Any]]:
+        """Bring memory back, weights at the last committed version. Resumes what `sleep` paused, once all is resident."""
+
+    async def check_version(self, wanted: Mapping[str, str]) -> None:
+        """Raise `VersionNotServed` unless the served version is the `exact` or at least the `min` one that is wanted."""

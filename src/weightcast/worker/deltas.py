@@ -1,0 +1,69 @@
+"""Deltas on their way into a model: as a source gave them, and decoded along what the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+from weightcast.clock import Deadline
+from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, inspect, move
+from weightcast.delta.sparse import check_specs
+from weightcast.tensors.flat import Array
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.fit import Plan
+
+
+def live_state(plan: Plan) -> ArrayState:
+    """What the model holds, under the names that a version has for it."""
+    return ArrayState(
+        {entry.name: landing.slot.live() for landing in plan.landings for entry in (landing.entry, *landing.same)}
+    )
+
+
+@dataclass(frozen=True)
+class DeltaChain:
+    """Deltas that follow one another: packed, or, from a provider, worked out beforehand."""
+
+    payloads: tuple[memoryview, ...] = ()
+    ready: tuple[Delta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.payloads or self.ready)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were fetched."""
+        return sum(map(len, self.payloads))
+
+    def fits(self, plan: Plan, manifest: Manifest) -> bool:
+        """Whether it can be decoded along a model that holds the version it starts on. A model that ignores tensors of the
+        version can follow only a packing that needs no base.
+        """
+        return _holds_all(plan, manifest) or all(inspect(payload).packing == "gaps" for payload in self.payloads)
+
+    def along(self, plan: Plan, manifest: Manifest) -> Delta:
+        """All of it as one delta, decoded along the live weights, which hold the version that the first is based on."""
+        if self.ready:
+            folded = reduce(fold, self.ready)
+        elif _holds_all(plan, manifest):
+            return decode_chain(self.payloads, live_state(plan))
+        else:
+            folded = reduce(fold, (decode(payload) for payload in self.payloads))
+        entries = plan.entries
+        touched = folded.tensors.keys() & entries.keys()
+        check_specs({name: folded.tensors[name].spec for name in touched}, {name: entries[name].spec for name in touched})
+        return folded
+
+    def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
+        """Bring private arrays from the version that the first is based on to the last, `version`."""
+        for payload in self.payloads:
+            move(arrays, decode(payload, arrays))
+            deadline.check(f"decoding the deltas to {version}")
+        for delta in self.ready:
+            move(arrays, delta)
+
+
+def _holds_all(plan: Plan, manifest: Manifest) -> bool:
+    held = {entry.name for landing in plan.landings for entry in (landing.entry, *landing.same)}
+    return held == {entry.name for entry in manifest.tensors}

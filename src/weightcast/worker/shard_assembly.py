@@ -1,0 +1,111 @@
+"""Parameters of a rank put together from whole tensors, each given out as soon as its last box is in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+
+from weightcast.clock import Deadline
+from weightcast.tensors.boxes import Held, Placement
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import Array, Bytes, flat_bytes
+from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.manifest import TensorEntry
+from weightcast.worker.buffers import Buffers
+from weightcast.worker.shard_copy import Check, landing, place, row_start
+from weightcast.worker.shard_layout import padded
+from weightcast.worker.shard_stream import Origin, Run, Tally
+
+Parameters = Generator[tuple[Held, Array], None, None]
+
+
+def needed(origin: Origin, held: Sequence[Held]) -> dict[str, TensorEntry]:
+    """The tensors that these parameters have boxes of, in the order of the version."""
+    names = {placement.source for one in held for placement in one.placements}
+    return {entry.name: entry for entry in origin.manifest.tensors if entry.name in names}
+
+
+def assembled(
+    origin: Origin, held: Sequence[Held], buffers: Buffers, *, checksum: bool, deadline: Deadline, tally: Tally
+) -> Parameters:
+    """Each parameter once, complete, in memory that is the caller's from then on: to keep, or to give back to `buffers`.
+
+    `held` names sources as the version does. Beside what was given out, there is memory only for parameters that are not
+    complete yet and for the tensor that is being cut; a failure gives theirs back.
+    """
+    what = f"cutting {origin.manifest.version} from {origin.receiver.url}"
+    entries = needed(origin, held)
+    assembly = _Assembly(held, entries, buffers, partial(deadline.check, what))
+    try:
+        yield from assembly.without_boxes()
+        with closing(origin.wholes(entries, assembly, checksum=checksum, deadline=deadline, tally=tally)) as wholes:
+            for entry, tensor in wholes:
+                yield from assembly.add(entry.name, tensor)
+    finally:
+        assembly.close()
+
+
+class _Assembly:
+    """The parameters that are being put together. It takes bytes that stay as they are where they belong, and cuts the
+    rest from whole tensors.
+    """
+
+    def __init__(self, held: Sequence[Held], entries: Mapping[str, TensorEntry], buffers: Buffers, check: Check) -> None:
+        self._held, self._buffers, self._check = held, buffers, check
+        self._boxes: dict[str, list[tuple[Held, Placement]]] = defaultdict(list)
+        for one in held:
+            for placement in one.placements:
+                self._boxes[placement.source].append((one, placement))
+        self._to_come = {one.spec.name: len(one.placements) for one in held}
+        self._open: dict[str, Array] = {}
+        self._largest = max((entry.nbytes for entry in entries.values() if self._cuts(entry)), default=0)
+
+    def without_boxes(self) -> Iterator[tuple[Held, Array]]:
+        """Parameters that are padding and nothing else."""
+        for one in self._held:
+            if not one.placements:
+                yield one, self._buffers.take(one.spec, zeroed=True)
+
+    def add(self, source: str, tensor: Array | None) -> Iterator[tuple[Held, Array]]:
+        """Cut a tensor into all its places, unless it is there already; gives out the parameters that are complete then."""
+        for one, placement in self._boxes[source]:
+            name = one.spec.name
+            if tensor is not None:
+                place(tensor, self._memory(one), placement, self._check)
+            self._to_come[name] -= 1
+            if self._to_come[name] == 0:
+                yield one, self._open.pop(name)
+
+    def _cuts(self, entry: TensorEntry) -> bool:
+        """Whether a tensor is needed whole."""
+        return any(row_start(entry.spec, one.spec, placement) is None for one, placement in self._boxes[entry.name])
+
+    def runs(self, entry: TensorEntry) -> list[Run] | None:
+        """Where the bytes of a tensor go as they are: possible if all its boxes are whole rows, here as there."""
+        runs = []
+        for one, placement in self._boxes[entry.name]:
+            start = row_start(entry.spec, one.spec, placement)
+            if start is None:
+                return None
+            runs.append((start, one, placement))
+        return [Run(start, flat_bytes(landing(self._memory(one), placement))) for start, one, placement in runs]
+
+    def bounce(self, entry: TensorEntry) -> Bytes:
+        """Memory that a tensor is put together in."""
+        return self._buffers.take(TensorSpec("bounce", DType.U8, (max(self._largest, entry.nbytes),)))
+
+    def give_back(self, memory: Bytes) -> None:
+        """It may be used for the next tensor."""
+        self._buffers.give([memory])
+
+    def _memory(self, one: Held) -> Array:
+        if one.spec.name not in self._open:
+            self._open[one.spec.name] = self._buffers.take(one.spec, zeroed=padded(one))
+        return self._open[one.spec.name]
+
+    def close(self) -> None:
+        """Take back the memory of what will not be completed."""
+        self._buffers.give(self._open.values())
+        self._open.clear()

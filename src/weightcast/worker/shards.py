@@ -1,0 +1,212 @@
+"""What one rank sees of a version: its own parameters, cut from the published tensors, as a version of their own.
+
+    shard = cut(receiver, manifest, shards, held=serving, mode="copy", checksum=True, deadline=deadline, progress=told)
+    live.update(shard.newest(), source=shard)
+
+A `ShardVersion` has a manifest and digests like any other version, so whatever stages and commits versions of whole tensors
+needs to know nothing of slices, fused or transposed layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from weightcast.clock import Deadline
+from weightcast.delta import Delta, TensorDelta
+from weightcast.delta import slice as slice_delta
+from weightcast.errors import InvalidInput
+from weightcast.tensors.boxes import Held
+from weightcast.tensors.digest import DEFAULT
+from weightcast.tensors.flat import Array
+from weightcast.transports.base import Receiver, StateReceiver
+from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
+from weightcast.worker.buffers import Buffers
+from weightcast.worker.result import CommitMode
+from weightcast.worker.route import plan_route
+from weightcast.worker.serving import Stopwatch
+from weightcast.worker.shard_assembly import assembled, needed
+from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
+from weightcast.worker.shard_stream import Origin, Progress, Tally, watched_digest
+from weightcast.worker.shard_version import ShardVersion
+
+__all__ = ["CutMode", "HeldVersion", "Shape", "ShardVersion", "Shards", "cut"]
+
+log = logging.getLogger(__name__)
+
+CutMode = CommitMode | Literal["auto"]
+
+_INPLACE_NBYTES = 256 << 20  # of parameters that are done with, kept for the next: fresh memory would lengthen the pause
+_MODES = ("copy", "swap", "delta", "inplace", "auto")
+
+
+def cut(
+    receiver: Receiver,
+    manifest: Manifest,
+    shards: Shards,
+    *,
+    held: HeldVersion | None,
+    mode: CutMode,
+    checksum: bool,
+    deadline: Deadline,
+    progress: Progress,
+    buffers: Buffers | None = None,
+    restore: Receiver | None = None,
+) -> ShardVersion:
+    """Fetch what a rank needs of a version, prove it, and put the rank's parameters together. Runs beside the engine.
+
+    `held` is what the rank serves: a delta on it becomes a delta of the rank's own parameters, proved against the full new
+    state, unless `mode` is "inplace" or dtypes differ. With "inplace" everything is read and proved now, and streamed a
+    second time by `pieces`, so the receiver must stay open. `restore` is where `held` can be streamed from again.
+    `progress` is told bytes done and in total. Memory for parameters comes from `buffers`, but for "inplace", which holds
+    only parameters that are not complete yet, and a little.
+
+    Raises `VersionDoesNotFit` with every mismatch before anything is fetched, `DigestMismatch` with every tensor that is
+    damaged. Nothing live is touched here.
+    """
+    if mode not in _MODES:
+        raise InvalidInput(f"unknown commit mode {mode!r}: choose one of {', '.join(_MODES)}.")
+    shards.check(manifest)
+    memory = Buffers(_INPLACE_NBYTES) if mode == "inplace" or buffers is None else buffers
+    job = _Cut(Origin(receiver, manifest), shards, held, checksum, deadline, progress, memory, restore)
+    watch = Stopwatch()
+    deltas = job.deltas_from_held() if mode != "inplace" else ()
+    version = job.by_delta(deltas) if deltas else job.whole(keep=mode != "inplace")
+    log.info(
+        "cut version=%s delta=%s parameters=%d nbytes=%d seconds=%.3f via=%s",
+        manifest.version, version.by_delta, len(shards.held), version.nbytes, watch.lap(), receiver.url,
+    )  # fmt: skip
+    return version
+
+
+@dataclass(frozen=True)
+class _Cut:
+    origin: Origin
+    shards: Shards
+    held: HeldVersion | None
+    checksum: bool
+    deadline: Deadline
+    progress: Progress
+    buffers: Buffers
+    restore: Receiver | None
+
+    def deltas_from_held(self) -> tuple[Manifest, ...]:
+        """The deltas that lead from what is held to the version; none if there is no such way, or it cannot be gone."""
+        receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
+        if held is None or not held.proved or manifest.base is None or not isinstance(receiver, StateReceiver):
+            return ()
+        entries = manifest.by_name()
+        converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
+        same_layout = {entry.spec for entry in held.shard.tensors} == {one.spec for one in self.shards.held}
+        if converted or not same_layout or held.full.tied != manifest.tied:
+            return ()
+        route = plan_route(receiver, manifest, held=held.full, deadline=self.deadline)
+        return route.deltas if route.full is None else ()
+
+    def whole(self, *, keep: bool) -> ShardVersion:
+        """All parameters, cut from the whole tensors; kept, or only hashed."""
+        self.origin.check_readable()
+        held = self.shards.named_as(self.origin.manifest)
+        tally = Tally(sum(entry.nbytes for entry in needed(self.origin, held).values()), self.progress)
+        arrays: dict[str, Array] = {}
+        try:
+            digests = self._digests(held, tally, arrays if keep else None)
+        except BaseException:
+            self.buffers.give(arrays.values())
+            raise
+        return self._version(self._manifest(digests), tally, arrays=arrays if keep else None)
+
+    def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
+        """The changes of all parameters. Digests follow from the full new state, for parameters that it changes."""
+        receiver, manifest, before = self.origin.receiver, self.origin.manifest, self.held
+        if before is None or not isinstance(receiver, StateReceiver):
+            raise InvalidInput(f"version {manifest.version} cannot be reached by deltas from here.")
+        held = self.shards.named_as(manifest)
+        changes = self._sliced(receiver.folded(deltas, deadline=self.deadline), held)
+        changed = _changed(before.full, manifest)
+        touched = [
+            one for one in held if one.spec.name in changes.tensors or any(p.source in changed for p in one.placements)
+        ]
+        payloads = sum(delta.payload.nbytes for delta in deltas if delta.payload is not None)
+        reads = sum(entry.nbytes for entry in needed(self.origin, touched).values())
+        tally = Tally(payloads + reads, self.progress)
+        tally.add(payloads)
+        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._digests(touched, tally, None)
+        shard = self._manifest(digests, base=before.shard)
+        changes = replace(changes, base_root=before.shard.root_digest, new_root=shard.root_digest)
+        return self._version(shard, tally, changes=changes)
+
+    def _sliced(self, delta: Delta, held: Sequence[Held]) -> Delta:
+        """What the parameters take of a delta, one after the other."""
+        tensors: dict[str, TensorDelta] = {}
+        for one in held:
+            tensors |= slice_delta(delta, [one]).tensors
+            self.deadline.check(f"slicing the deltas to {self.origin.manifest.version}")
+        return Delta({one.spec.name: one.spec for one in held}, tensors)
+
+    def _digests(self, held: Sequence[Held], tally: Tally, kept: dict[str, Array] | None) -> dict[str, str]:
+        """The digests of parameters as they are put together. They go into `kept`, or back to the buffers."""
+        algorithm = self.origin.manifest.algorithm or DEFAULT
+        check = partial(self.deadline.check, f"hashing the parameters of {self.origin.manifest.version}")
+        digests: dict[str, str] = {}
+        with closing(
+            assembled(self.origin, held, self.buffers, checksum=self.checksum, deadline=self.deadline, tally=tally)
+        ) as parameters:
+            for one, array in parameters:
+                if kept is not None:
+                    kept[one.spec.name] = array
+                try:
+                    digests[one.spec.name] = watched_digest(array, algorithm, check)
+                finally:
+                    if kept is None:
+                        self.buffers.give([array])
+        return digests
+
+    def _manifest(self, digests: Mapping[str, str], base: Manifest | None = None) -> Manifest:
+        full = self.origin.manifest
+        algorithm = full.algorithm or DEFAULT
+        tensors = tuple(_entries(self.shards, digests))
+        return Manifest(
+            version=full.version,
+            sequence=full.sequence,
+            step=full.step,
+            kind="full" if base is None else "delta",
+            created_s=full.created_s,
+            algorithm=algorithm,
+            root_digest=compute_root(tensors, algorithm),
+            parts=(),
+            tensors=tensors,
+            base=None if base is None else BaseRef(version=base.version, root_digest=base.root_digest),
+        )
+
+    def _version(
+        self, shard: Manifest, tally: Tally, *, arrays: dict[str, Array] | None = None, changes: Delta | None = None
+    ) -> ShardVersion:
+        return ShardVersion(
+            self.origin, shard, self.shards, self.buffers,
+            held=self.held, restore=self.restore, arrays=arrays, changes=changes, nbytes=tally.nbytes,
+        )  # fmt: skip
+
+
+def _changed(before: Manifest, after: Manifest) -> set[str]:
+    """The tensors that have other bytes in the second version, or digests that cannot be compared."""
+    digests = {entry.name: entry.digest for entry in before.tensors}
+    return {entry.name for entry in after.tensors if digests.get(entry.name) != entry.digest}
+
+
+def _entries(shards: Shards, digests: Mapping[str, str]) -> Iterator[TensorEntry]:
+    for one in shards.held:
+        spec = one.spec
+        yield TensorEntry(
+            name=spec.name,
+            dtype=spec.dtype,
+            shape=spec.shape,
+            part=0,
+            offset=0,
+            nbytes=spec.nbytes,
+            digest=digests[spec.name],
+        )

@@ -1,0 +1,138 @@
+"""The small parts of a replica's front end."""
+
+import asyncio
+
+import pytest
+
+from weightcast.clock import Deadline
+from weightcast.engines.embedded.messages import Report, Sampling, Submit
+from weightcast.engines.embedded.replica.answers import Answers
+from weightcast.engines.embedded.replica.gate import Gate
+from weightcast.engines.embedded.replica.job_board import JobBoard
+from weightcast.engines.embedded.replica.served import check_transfer
+from weightcast.engines.embedded.replica.verdicts import joined_error
+from weightcast.errors import DeadlineExceeded, DigestMismatch, InvalidInput, ReplicaFailed, UpdateCancelled
+
+
+def request(name):
+    return Submit(id=name, prompt=(1,), sampling=Sampling(max_tokens=1))
+
+
+def test_requests_wait_at_a_closed_gate_and_go_on_in_their_order():
+    gate, sent = Gate(), []
+    gate.close()
+    for name in "abc":
+        gate.hold(request(name))
+    assert gate.forget("b")
+    assert not gate.forget("b")
+    gate.open(lambda one: sent.append(one.id))
+    assert (sent, gate.closed) == (["a", "c"], False)
+    gate.open(lambda one: sent.append(one.id))
+    assert sent == ["a", "c"]
+
+
+def test_the_errors_of_ranks_are_one_of_the_kind_that_caused_the_others():
+    stopped = (UpdateCancelled.code, "was told to stop")
+    error = joined_error("staging v2", {0: stopped, 1: (DigestMismatch.code, "bytes differ")}, 4)
+    assert type(error) is DigestMismatch
+    assert str(error) == "staging v2 failed on 2 of 4 rank(s):\n  rank 0: was told to stop\n  rank 1: bytes differ"
+    assert type(joined_error("staging", {0: stopped}, 1)) is UpdateCancelled
+
+
+def on_board(scenario):
+    async def run():
+        return await scenario(JobBoard(2))
+
+    return asyncio.run(run())
+
+
+def test_a_job_is_done_when_all_ranks_are_and_reports_may_come_early():
+    async def scenario(board):
+        seen = []
+        board.report(Report(rank=0, job=7, done=True, result="zero", nbytes=5, total=5))
+        waiting = asyncio.create_task(board.wait(7, "work", Deadline.after(5), lambda *numbers: seen.append(numbers)))
+        await asyncio.sleep(0)
+        board.report(Report(rank=1, job=7, nbytes=1, total=5))
+        await asyncio.sleep(0.01)
+        board.report(Report(rank=1, job=8, done=True, result="another job's"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        board.report(Report(rank=1, job=7, done=True, result="one", nbytes=5, total=5))
+        return await waiting, seen
+
+    results, seen = on_board(scenario)
+    assert results == ["zero", "one"]
+    assert (6, 10) in seen
+
+
+def test_one_rank_that_fails_ends_the_waiting():
+    async def scenario(board):
+        board.report(Report(rank=1, job=1, done=True, error=("digest_mismatch", "bytes differ")))
+        with pytest.raises(DigestMismatch, match="rank 1: bytes differ"):
+            await board.wait(1, "staging", Deadline.after(5))
+
+    on_board(scenario)
+
+
+def test_a_job_that_takes_too_long_names_the_ranks():
+    async def scenario(board):
+        board.report(Report(rank=0, job=1, done=True))
+        with pytest.raises(DeadlineExceeded, match=r"staging on rank\(s\) 1"):
+            await board.wait(1, "staging", Deadline.after(0.01))
+
+    on_board(scenario)
+
+
+def test_lost_ranks_end_every_job():
+    async def scenario(board):
+        waiting = asyncio.create_task(board.wait(1, "staging", Deadline.after(5)))
+        await asyncio.sleep(0)
+        board.fail(ReplicaFailed("rank 1 died"))
+        with pytest.raises(ReplicaFailed):
+            await waiting
+
+    on_board(scenario)
+
+
+def test_old_reports_are_forgotten():
+    async def scenario(board):
+        for job in range(1, 100):
+            board.report(Report(rank=0, job=job))
+        assert len(board._latest) == 16
+
+    on_board(scenario)
+
+
+def test_waiting_for_some_answers_is_not_waiting_for_all():
+    async def run():
+        answers = Answers(4)
+        old, new = (answers.open(name, "v1", lambda _: None) for name in ("old", "new"))
+        waiting = asyncio.create_task(answers.gone([old]))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        old.cancel("enough")
+        await asyncio.wait_for(waiting, 1)
+        assert [one.reason async for one in old] == ["enough"]
+        assert list(answers) == [new]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("source", "mode"),
+    [
+        ("file:///s", "auto"),
+        ("/s", "auto"),
+        ("snapshot:///s?id=0", "snapshot"),
+        ("nixl://h:1", "gdr"),
+        ("https://h", "http"),
+    ],
+)
+def test_a_way_of_transfer_goes_with_its_sources(source, mode):
+    check_transfer(source, mode)
+
+
+@pytest.mark.parametrize(("source", "mode"), [("file:///s", "rdma"), ("/s", "http"), ("nixl://h:1", "ipc")])
+def test_a_way_of_transfer_that_the_source_does_not_have_is_refused(source, mode):
+    with pytest.raises(InvalidInput, match=f"transfer_mode '{mode}'"):
+        check_transfer(source, mode)
