@@ -7,6 +7,7 @@ import sys
 import time
 
 import psutil
+import pytest
 from click.testing import CliRunner
 
 from weightcast.cli.main import cli
@@ -37,6 +38,7 @@ def test_a_tiny_run_measures_all_commits_and_asserts_none(tmp_path):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_removes_all_files(tmp_path):
     command = [sys.executable, "-m", "weightcast", "bench", "pause", "--size", "2MiB", "--dir", str(tmp_path)]
     bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

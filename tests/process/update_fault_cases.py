@@ -33,7 +33,7 @@ COMMITS = (*WRITES, "post-load")
 UNDOES = ("undoing", "reverting", "taking back")
 HANG_S = 5.0  # of what runs beside the main loop, and so cannot be ended from outside
 SHORT_S = 1.0  # the deadline of an update that hangs
-OLD, FAILED = "old", "failed"
+OLD, NEW, FAILED = "old", "new", "failed"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,13 @@ class Case:
     mode: str
     faults: tuple[tuple[int, dict[str, Any]], ...]
     error: type[WeightcastError]
-    outcome: str = OLD
+    outcome: str = ""
+
+    def __post_init__(self) -> None:
+        """From the moment that all ranks have proved the new version it is the one that counts."""
+        if not self.outcome:
+            object.__setattr__(self, "outcome", NEW if self.phase == "settling" else OLD)
+
     timeout_s: float = 30.0
     quick_commands: bool = False  # waits of the front end for the ranks are cut to a few seconds
 
@@ -117,7 +123,7 @@ def _exceptions() -> list[Case]:
         for mode, rank in itertools.product(MODES, RANKS) if everywhere else _modes(phase, turn):
             kind = "OSError" if phase == "reading" else next(kinds)
             fault = (rank, {"do": "raise", "error": kind, **_point(phase)})
-            outcome = FAILED if phase in UNDOES else OLD
+            outcome = FAILED if phase in UNDOES else ""
             error = errors.get(phase, CommitFailed)
             cases.append(Case("exception", phase, rank, mode, (*_first(phase, rank), fault), error, outcome))
     return cases

@@ -26,7 +26,7 @@ from weightcast.engines.embedded.settings import EngineSettings
 from weightcast.engines.states import ReplicaState
 from weightcast.errors import DeadlineExceeded, NotReady, WeightcastError
 
-from .update_fault_cases import FAILED, HANG_S, SHORT_S, Case
+from .update_fault_cases import FAILED, HANG_S, NEW, OLD, SHORT_S, Case
 from .update_fault_world import ANSWER, DELTA_1, FULL_A, FULL_B, PROMPTS, World
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "faulty_rank.py"))
@@ -178,7 +178,7 @@ class Stand:
         if case.outcome == FAILED:
             await self.recover(case, flying, task)
         self.seen[case.fault, case.phase, f"{case.outcome} {status_of(type(error))}"] += 1
-        await self.judge(FULL_A if case.outcome != FAILED else self.replica.status.version)
+        await self.judge({OLD: FULL_A, NEW: case.target, FAILED: self.replica.status.version}[case.outcome])
         flying.answer.cancel()
         await task
         told = self.judge_flight(flying)

@@ -158,7 +158,9 @@ def test_freeing_the_caches_around_a_commit_is_timed_and_costs_no_token(tiny):
     with ThreadRank(tiny.v1) as rank:
         running = begun(rank)
         rank.stage("u", to_v2(tiny))
-        committed = rank.done(Commit(update="u", clear_cache=True, release_cache=True))
+        answer = rank.command(Commit(update="u", clear_cache=True, release_cache=True))
+        rank.wait_for(lambda: answer.id in rank.reports)
+        committed = answer.result
         assert committed["cache_clear_cost"] > 0
         assert committed["cache_rebuild_cost"] > 0
         assert committed["pause_s"] >= committed["cache_clear_cost"] + committed["cache_rebuild_cost"]
