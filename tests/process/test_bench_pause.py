@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from weightcast.cli.main import cli
 
 
+@pytest.mark.slow
 def test_a_tiny_run_measures_all_commits_and_asserts_none(tmp_path):
     files, report_file = tmp_path / "files", tmp_path / "report.json"
     files.mkdir()

@@ -59,6 +59,7 @@ def test_a_version_file_names_a_whole_version_whenever_its_writer_is_killed(scen
     assert set(report["outcomes"]) == outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "fault", "complaint"),
     [

@@ -20,8 +20,9 @@ from weightcast.errors import (
     WrongState,
 )
 
+from . import test_update_source_faults as sources
 from .update_fault_cases import matrix, sample
-from .update_fault_moves import both_ranks, failed, in_turn, kill, met, on_stand, recover, slow, stand, to_pipe
+from .update_fault_moves import both_ranks, failed, kill, met, on_stand, one_after_another, recover, slow, stand, to_pipe
 from .update_fault_stand import SLACK_S
 from .update_fault_world import DELTA_1, FULL_A, FULL_B, PROMPTS
 
@@ -37,21 +38,12 @@ async def test_after_a_fault_one_whole_version_is_served(stand, case):
     await stand.run(case)
 
 
-@on_stand
-async def test_after_a_sample_of_all_faults_one_whole_version_is_served(stand):
-    for case in sample(CASES):
-        try:
-            await stand.run(case)
-        except BaseException as error:
-            error.add_note(f"in case {case.name}")
-            raise
-
-
 # -- cancelled, doubled, out of time -------------------------------------------------------------------------------------
 
 
+@slow
 @both_ranks
-@in_turn("point", "staged", "read", "cut")
+@pytest.mark.parametrize("point", ["staged", "read", "cut"])
 @on_stand
 async def test_an_update_can_be_cancelled_while_it_is_staged(stand, rank, point):
     await stand.bring_to(FULL_A)
@@ -74,11 +66,10 @@ async def test_an_update_can_be_cancelled_while_it_is_staged(stand, rank, point)
         await stand.judge(FULL_A)
     await stand.update(FULL_B, commit="swap")
     await stand.judge(FULL_B)
-    flying.answer.cancel()
-    await task
-    stand.judge_flight(flying)
+    await stand.land(flying, task)
 
 
+@slow
 @on_stand
 async def test_a_commit_that_waits_for_an_endless_request_can_be_cancelled_and_ends_by_the_deadline(stand):
     await stand.bring_to(FULL_A)
@@ -95,12 +86,11 @@ async def test_a_commit_that_waits_for_an_endless_request_can_be_cancelled_and_e
     async with asyncio.timeout(SLACK_S):
         assert [output async for output in waiting][-1].finish == "length"
     await stand.judge(FULL_A)
-    flying.answer.cancel()
-    await task
-    stand.judge_flight(flying)
+    await stand.land(flying, task)
     await stand.update(FULL_B, pause="wait")
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_a_commit_cannot_be_cancelled_nor_doubled_and_ends(stand, rank):
@@ -119,8 +109,9 @@ async def test_a_commit_cannot_be_cancelled_nor_doubled_and_ends(stand, rank):
 # -- caches --------------------------------------------------------------------------------------------------------------
 
 
+@slow
 @both_ranks
-@in_turn("point", "apply", "prove")
+@pytest.mark.parametrize("point", ["apply", "prove"])
 @on_stand
 async def test_a_commit_that_freed_the_caches_and_failed_leaves_no_wrong_keys_and_values(stand, rank, point):
     await stand.bring_to(FULL_A)
@@ -129,13 +120,8 @@ async def test_a_commit_that_freed_the_caches_and_failed_leaves_no_wrong_keys_an
     stand.plant((rank, {"point": point, "do": "raise"}))
     await stand.fails(UpdateRequest(version=FULL_B, release_cache=True, timeout_s=SLACK_S))
     assert not stand.clear_faults()
-    made = len(flying.outputs)
-    if point == "apply":  # what runs is kept
-        await stand.until(lambda: len(flying.outputs) > made + 5 or task.done())
+    await stand.land(flying, task)  # what runs is kept, unless it has seen what could not be proved
     await stand.judge(FULL_A)
-    flying.answer.cancel()
-    await task
-    stand.judge_flight(flying)
 
 
 # -- ends that no rank may tell differently ------------------------------------------------------------------------------
@@ -148,17 +134,12 @@ async def test_a_rank_that_refuses_to_settle_does_not_leave_the_replica_stuck(st
     await stand.bring_to(FULL_A)
     stand.plant((rank, {"point": "settle", "do": "raise", "error": "CommitFailed"}))
     error = await stand.fails(UpdateRequest(version=FULL_B, timeout_s=SLACK_S))
-    assert not stand.clear_faults()
-    assert status_of(type(error)) in (500, 503)
-    await stand.until(lambda: stand.replica.status.state in (ReplicaState.READY, ReplicaState.FAILED))
-    if stand.replica.status.state is ReplicaState.FAILED:
-        await stand.update(FULL_B)
-        await stand.judge(FULL_B)
-    else:
-        await stand.judge(FULL_A)
-        await stand.update(FULL_B)
+    assert (type(error), status_of(type(error))) == (ReplicaFailed, 503)
+    await stand.judge(FULL_B)  # all had proved it
+    await stand.update(FULL_A)
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_live_weights_that_rot_after_an_update_are_found_by_verifying_and_mended_by_one_call(stand, rank):
@@ -173,19 +154,19 @@ async def test_live_weights_that_rot_after_an_update_are_found_by_verifying_and_
     await stand.judge(FULL_B)
 
 
+@slow
 @both_ranks
+@pytest.mark.parametrize("commit", ["copy", "delta", "swap"])
 @on_stand
-async def test_a_rollback_that_fails_is_mended_by_one_call(stand, rank):
-    for commit, version in (("copy", FULL_B), ("delta", DELTA_1), ("swap", FULL_B)):
-        await stand.bring_to(FULL_A)
-        stand.plant((rank, {"point": "undo", "at": "middle", "do": "raise"}))
-        await stand.update(version, commit=commit)
-        with pytest.raises(CommitFailed):
-            await stand.replica.rollback(timeout_s=SLACK_S)
-        assert not stand.clear_faults()
-        await failed(stand)
-        await stand.update(FULL_A)
-        await stand.judge(FULL_A)
+async def test_a_rollback_that_fails_is_mended_by_one_call(stand, rank, commit):
+    await stand.bring_to(FULL_A)
+    stand.plant((rank, {"point": "undo", "at": "middle", "do": "raise"}))
+    await stand.update(DELTA_1 if commit == "delta" else FULL_B, commit=commit)
+    with pytest.raises(CommitFailed):
+        await stand.replica.rollback(timeout_s=SLACK_S)
+    await failed(stand)
+    await stand.update(FULL_A)
+    await stand.judge(FULL_A)
 
 
 # -- ranks that are killed at rest ---------------------------------------------------------------------------------------
@@ -289,9 +270,8 @@ async def test_a_rank_that_is_killed_while_a_commit_waits_for_requests_ends_them
     await kill(stand, rank)
     with pytest.raises(ReplicaFailed, match="SIGKILL"):
         await stand.replica.finish_update(status.id)
-    await task
+    await stand.land(flying, task)
     assert flying.outputs[-1].finish == "error"
-    stand.judge_flight(flying)
     if waiting is not None:
         assert [output async for output in waiting][-1].finish == "error"
     await stand.judge(FULL_A)
@@ -323,8 +303,9 @@ async def tear(stand, rank):
     await failed(stand)
 
 
+@slow
 @both_ranks
-@in_turn("tags", ("kv_cache",), ("weight",), ("weight", "kv_cache"), ids="+".join)
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weight",), ("weight", "kv_cache")], ids="+".join)
 @on_stand
 async def test_sleep_does_not_hide_that_a_replica_has_failed(stand, rank, tags):
     await tear(stand, rank)
@@ -339,6 +320,7 @@ async def test_sleep_does_not_hide_that_a_replica_has_failed(stand, rank, tags):
     await stand.judge(FULL_A)
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_a_failed_replica_that_is_paused_recovers_and_stays_paused(stand, rank):
@@ -354,6 +336,7 @@ async def test_a_failed_replica_that_is_paused_recovers_and_stays_paused(stand, 
     await stand.judge(FULL_A)
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_a_recovery_that_fails_leaves_the_replica_failed_and_the_next_one_works(stand, rank):
@@ -365,3 +348,23 @@ async def test_a_recovery_that_fails_leaves_the_replica_failed_and_the_next_one_
         assert not stand.clear_faults()
     await recover(stand)
     await stand.judge(FULL_A)
+
+
+# -- every day -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+@on_stand
+async def test_after_a_sample_of_all_faults_one_whole_version_is_served(stand):
+    await one_after_another(
+        stand,
+        *sources.EVERY_DAY,
+        *((test_after_a_fault_one_whole_version_is_served, {"case": case}) for case in sample(CASES)),
+        (test_an_update_can_be_cancelled_while_it_is_staged, {"rank": 1, "point": "cut"}),
+        (test_a_commit_that_waits_for_an_endless_request_can_be_cancelled_and_ends_by_the_deadline, {}),
+        (test_a_commit_cannot_be_cancelled_nor_doubled_and_ends, {"rank": 0}),
+        (test_a_commit_that_freed_the_caches_and_failed_leaves_no_wrong_keys_and_values, {"rank": 1, "point": "apply"}),
+        (test_live_weights_that_rot_after_an_update_are_found_by_verifying_and_mended_by_one_call, {"rank": 0}),
+        (test_a_rollback_that_fails_is_mended_by_one_call, {"rank": 1, "commit": "copy"}),
+        (test_sleep_does_not_hide_that_a_replica_has_failed, {"rank": 0, "tags": ("kv_cache",)}),
+    )

@@ -28,12 +28,12 @@ from .update_fault_moves import (
     end_pipe,
     failed,
     flip,
-    in_turn,
     met,
     on_stand,
     part_of,
     recover,
     refused,
+    slow,
     stand,
     to_pipe,
     truncate,
@@ -57,7 +57,8 @@ DAMAGES = [  # the commit mode, the version, the one that is damaged, how, and w
 ]
 
 
-@in_turn("damages", DAMAGES[:4], DAMAGES[4:], ids=["some", "others"])
+@slow
+@pytest.mark.parametrize("damages", [DAMAGES[:4], DAMAGES[4:]], ids=["some", "others"])
 @on_stand
 async def test_a_damaged_source_is_refused(stand, damages):
     for commit, version, damaged, damage, error in damages:
@@ -67,6 +68,7 @@ async def test_a_damaged_source_is_refused(stand, damages):
         await refused(stand, error, 502, version=version, source=f"file://{store}", commit=commit)
 
 
+@slow
 @on_stand
 async def test_a_source_that_is_not_there_is_not_found(stand):
     await stand.bring_to(FULL_A)
@@ -78,7 +80,8 @@ async def test_a_source_that_is_not_there_is_not_found(stand):
     await refused(stand, StoreNotFound, 404, version=FULL_B, source=f"file://{store}")
 
 
-@in_turn("commit", "copy", "swap", "inplace")
+@slow
+@pytest.mark.parametrize("commit", ["copy", "swap", "inplace"])
 @on_stand
 async def test_a_version_of_another_model_does_not_fit(stand, commit):
     await stand.bring_to(FULL_A)
@@ -92,7 +95,8 @@ async def test_a_version_of_another_model_does_not_fit(stand, commit):
     assert "model.norm.weight" in said
 
 
-@in_turn("serving", FULL_A, FULL_B)
+@slow
+@pytest.mark.parametrize("serving", [FULL_A, FULL_B])
 @on_stand
 async def test_a_delta_on_another_base_is_refused(stand, serving):
     await stand.bring_to(serving)
@@ -108,6 +112,7 @@ async def test_a_delta_on_another_base_is_refused(stand, serving):
     await refused(stand, *gone, version=DELTA_1, source=f"file://{other}", commit="delta")
 
 
+@slow
 @on_stand
 async def test_a_source_that_never_answers_ends_by_the_deadline_and_can_be_cancelled(stand):
     await stand.bring_to(FULL_A)
@@ -133,6 +138,7 @@ def lie(store: Path) -> None:
     flip(part_of(store, FULL_B))
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_a_source_that_dies_while_it_is_read_is_told(stand, rank):
@@ -149,8 +155,9 @@ async def test_a_source_that_dies_while_it_is_read_is_told(stand, rank):
         await stand.judge(FULL_A)
 
 
+@slow
 @both_ranks
-@in_turn("commit", "copy", "swap", "delta", "delta swap")
+@pytest.mark.parametrize("commit", ["copy", "swap", "delta", "delta swap"])
 @on_stand
 async def test_a_source_that_dies_after_the_vote_is_not_missed(stand, rank, commit):
     await stand.bring_to(FULL_A)
@@ -166,8 +173,9 @@ async def test_a_source_that_dies_after_the_vote_is_not_missed(stand, rank, comm
     await stand.update(FULL_A)
 
 
+@slow
 @both_ranks
-@in_turn("damage", lie, shutil.rmtree, ids=["lies", "dies"])
+@pytest.mark.parametrize("damage", [lie, shutil.rmtree], ids=["lies", "dies"])
 @on_stand
 async def test_a_source_that_fails_a_stream_into_live_weights_is_replaced_by_that_of_the_old_version(stand, rank, damage):
     await stand.bring_to(FULL_A)
@@ -182,6 +190,7 @@ async def test_a_source_that_fails_a_stream_into_live_weights_is_replaced_by_tha
     await stand.judge(FULL_A)
 
 
+@slow
 @both_ranks
 @on_stand
 async def test_a_stream_that_can_neither_go_on_nor_back_ends_failed_and_any_other_source_mends_it(stand, rank):
@@ -196,8 +205,20 @@ async def test_a_stream_that_can_neither_go_on_nor_back_ends_failed_and_any_othe
     with pytest.raises(CommitFailed):
         await stand.replica.finish_update(status.id)
     assert not stand.clear_faults()
-    await task
-    stand.judge_flight(flying)
+    await stand.land(flying, task)
     await failed(stand)
     await recover(stand, source=stand.world.source)
     await stand.judge(FULL_B)
+
+
+EVERY_DAY = (
+    (test_a_damaged_source_is_refused, {"damages": DAMAGES[:4]}),
+    (test_a_source_that_is_not_there_is_not_found, {}),
+    (test_a_version_of_another_model_does_not_fit, {"commit": "copy"}),
+    (test_a_delta_on_another_base_is_refused, {"serving": FULL_A}),
+    (test_a_source_that_never_answers_ends_by_the_deadline_and_can_be_cancelled, {}),
+    (test_a_source_that_dies_while_it_is_read_is_told, {"rank": 1}),
+    (test_a_source_that_dies_after_the_vote_is_not_missed, {"rank": 0, "commit": "copy"}),
+    (test_a_source_that_fails_a_stream_into_live_weights_is_replaced_by_that_of_the_old_version, {"rank": 1, "damage": lie}),
+    (test_a_stream_that_can_neither_go_on_nor_back_ends_failed_and_any_other_source_mends_it, {"rank": 0}),
+)  # part of the sample in test_update_faults.py

@@ -31,7 +31,7 @@ PHASES = (
 WRITES = {"first write": "first", "middle write": "middle", "last write": "last"}
 COMMITS = (*WRITES, "post-load")
 UNDOES = ("undoing", "reverting", "taking back")
-HANG_S = 5.0  # of what runs beside the main loop, and so cannot be ended from outside
+HANG_S = 4.0  # of what runs beside the main loop, and so cannot be ended from outside
 SHORT_S = 1.0  # the deadline of an update that hangs
 OLD, NEW, FAILED = "old", "new", "failed"
 
@@ -40,7 +40,8 @@ OLD, NEW, FAILED = "old", "new", "failed"
 class Case:
     """One update in which something goes wrong. `faults` are those of `faulty_rank.py`, by rank.
 
-    It must end in exactly the class `error`, with the replica serving the `old` version, or `failed` until one more call.
+    It must end in exactly the class `error`, with the replica serving the `old` or the `new` version as `outcome` says, or
+    `failed` until one more call.
     """
 
     fault: str
@@ -111,6 +112,11 @@ def _modes(phase: str, turn: Iterator[int]) -> list[tuple[str, int]]:
     return [(MODES[next(turn) % len(MODES)], rank) for rank in RANKS]
 
 
+def _end(phase: str) -> str:
+    """Once all ranks have proved the new version, it is the one that counts: those that are lost come back to it."""
+    return NEW if phase == "settling" else OLD
+
+
 def _exceptions() -> list[Case]:
     kinds, turn = itertools.cycle(EXCEPTIONS), itertools.count()
     errors = {
@@ -130,13 +136,14 @@ def _exceptions() -> list[Case]:
 
 
 def _kills() -> list[Case]:
-    """kill −9: the ranks are started again, at the old version."""
+    """kill −9: the ranks are started again."""
     turn = itertools.count(2)
-    return [
-        Case("kill", phase, rank, mode, (*_first(phase, rank), (rank, {"do": "kill", **_point(phase)})), ReplicaFailed)
-        for phase in PHASES
-        for mode, rank in _modes(phase, turn)
-    ]
+    cases = []
+    for phase in PHASES:
+        for mode, rank in _modes(phase, turn):
+            faults = (*_first(phase, rank), (rank, {"do": "kill", **_point(phase)}))
+            cases.append(Case("kill", phase, rank, mode, faults, ReplicaFailed, _end(phase)))
+    return cases
 
 
 def _hangs() -> list[Case]:
@@ -152,7 +159,7 @@ def _hangs() -> list[Case]:
             cases.append(
                 Case(
                     "hang", phase, rank, mode, (*_first(phase, rank), (rank, {"do": "hang", **point})),
-                    DeadlineExceeded if beside else ReplicaFailed,
+                    DeadlineExceeded if beside else ReplicaFailed, _end(phase),
                     timeout_s=SHORT_S if beside or mode == "inplace" else 30.0,
                     quick_commands=phase in ("vote", "proving") or mode == "inplace",
                 )
@@ -197,7 +204,7 @@ def _streams() -> list[Case]:
     cases = []
     for rank in RANKS:
         broken = _at(rank, "stream", "raise", at=9, error="OSError")
-        silent = _at(rank, "stream", "hang", at=9, seconds=HANG_S)
+        silent = _at(rank, "stream", "hang", at=9, seconds=2 * SHORT_S)
         wrong = _at(rank, "stream bytes", "flip", at=9)
         back = (_at(rank, "apply", "raise", at="middle"), _at(rank, "stream back", "raise", at=4, error="OSError"))
         cases += [
@@ -241,4 +248,5 @@ def _shown_by(case: Case) -> set[Any]:
 
 
 def _cost(case: Case) -> int:
-    return (1 + case.mode.startswith("delta")) * case.fatal
+    """0 for less than a second, 1 for what hangs on, 2 and 3 for restarts."""
+    return (2 + case.mode.startswith("delta")) * case.fatal or case.fault == "hang"

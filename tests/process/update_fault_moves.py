@@ -25,12 +25,7 @@ from .update_fault_stand import SLACK_S, Stand
 from .update_fault_world import DELTA_1, PROMPTS, World
 
 slow = pytest.mark.slow
-both_ranks = pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])  # one of them is enough for every day
-
-
-def in_turn(name: str, first: Any, *others: Any, **more: Any) -> pytest.MarkDecorator:
-    """Parameters of which the first is for every day."""
-    return pytest.mark.parametrize(name, [first, *(pytest.param(other, marks=slow) for other in others)], **more)
+both_ranks = pytest.mark.parametrize("rank", [0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +68,17 @@ def on_stand(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
             raise
 
     return run
+
+
+async def one_after_another(stand: Stand, *tests: tuple[Callable[..., Any], dict[str, Any]]) -> None:
+    """Tests of `on_stand`, with their arguments, as one: so that every day starts one replica."""
+    for test, arguments in tests:
+        try:
+            await test.__wrapped__(stand=stand, **arguments)
+            assert not stand.clear_faults()
+        except BaseException as error:
+            error.add_note(f"in {test.__name__}, {arguments}")
+            raise
 
 
 async def _tidily(test: Coroutine[Any, Any, None]) -> None:
@@ -124,11 +130,8 @@ async def refused(stand: Stand, error: type[Exception], status: int, **request: 
     found = await stand.fails(UpdateRequest(**{"timeout_s": SLACK_S} | request))
     assert type(found) is error, f"{type(found).__name__}: {found}"
     assert status_of(type(found)) == status
+    assert await stand.land(flying, task) == {serving}
     await stand.judge(serving)
-    flying.answer.cancel()
-    await task
-    stand.judge_flight(flying)
-    assert {output.version for output in flying.outputs} == {serving}
     return str(found)
 
 

@@ -28,7 +28,15 @@ def checkpoints(tmp_path_factory):
     forget()
 
 
-@pytest.mark.parametrize(("model", "prefix_cache", "draft"), list(itertools.product(MODELS, (True, False), DRAFTS)))
+def matrix():
+    """All combinations; those that differ from others in the prefix cache alone are among the slow ones."""
+    for number, case in enumerate(itertools.product(MODELS, DRAFTS, (True, False))):
+        model, draft, prefix_cache = case
+        usual = prefix_cache == (number // 2 % 2 == 0)
+        yield pytest.param(model, prefix_cache, draft, marks=[] if usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "prefix_cache", "draft"), list(matrix()))
 def test_answers_are_those_of_transformers(checkpoints, model, prefix_cache, draft):
     settings = {"prefix_cache": prefix_cache, "max_step_tokens": 64} | draft_setting(checkpoints, model, draft)
     with ThreadRank(checkpoints / model, **settings) as rank:

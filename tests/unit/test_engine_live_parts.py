@@ -25,6 +25,7 @@ from weightcast.engines.embedded.messages import (
     Verify,
 )
 from weightcast.errors import DigestMismatch, InvalidInput, VersionDoesNotFit, WrongState
+from weightcast.store.snapshot.writer import write_snapshot
 from weightcast.store.store import Store
 from weightcast.tensors.digest import array_digest
 
@@ -244,3 +245,13 @@ def test_compiled_steps_follow_the_weights(tiny, inside):
         rank.done(Rebuild())
         assert inside[0].runner.graphs.captures == 3
         assert tokens_of(rank.ask(PROMPTS[0], max_tokens=MORE)) == fresh(tiny.v1, PROMPTS[0], MORE)
+
+
+def test_a_legacy_snapshot_is_a_source_for_one_rank(tiny, tmp_path):
+    write_snapshot(tmp_path, tiny.tensors["v2"].items(), rank=0, device_id="0", version="v2", part_nbytes=None)
+    with ThreadRank(tiny.v1) as rank:
+        result = rank.update("u", [feed_of("main", f"snapshot://{tmp_path}?id=0")])
+        assert (result["version"], result["mode"]) == ("v2", "copy")
+        said = tokens_of(rank.ask(PROMPTS[2], max_tokens=MORE))
+    with ThreadRank(tiny.v2) as other:
+        assert tokens_of(other.ask(PROMPTS[2], max_tokens=MORE)) == said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ class Pausing:
         return self.by_user or self.by_sleep
 
     @asynccontextmanager
-    async def turn(self, what: str, timeout_s: float) -> Any:
+    async def turn(self, what: str, timeout_s: float) -> AsyncIterator[Deadline]:
         """Pauses, sleeps, commits and their ends, one after the other. Yields the deadline of this one."""
         deadline = Deadline.after(timeout_s)
         try:
