@@ -41,6 +41,7 @@ async def steps(replica):
     return [rank["steps"] for rank in await replica.command(Describe(), timeout_s=WAIT_S)]
 
 
+@pytest.mark.slow
 def test_what_is_kept_over_a_pause_and_over_sleep_goes_on_where_it_was(model_dir):
     async def scenario():
         async with running(model_dir, ranks=2) as replica:
