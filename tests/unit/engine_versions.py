@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from engine_thread import ThreadRank, feed_of, tokens_of
 from safetensors.numpy import load_file, save_file
 
@@ -16,6 +17,14 @@ from weightcast.store.store import Store
 
 MORE = 8  # tokens under the new version that are compared: over hundreds, two may be as likely as float32 can tell
 LONG = 1500  # tokens of an answer that is still running whatever happens to the weights meanwhile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Versions:

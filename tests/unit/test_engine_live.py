@@ -2,11 +2,23 @@
 
 import numpy as np
 import pytest
-import torch
 from engine_models import greedy, load, loaded, new_cache
 from engine_sequences import PagedSequences
 from engine_thread import ThreadRank, feed_of, tokens_of
-from engine_versions import MORE, begun, by_version, changed, check_continued, count, digest_of, fresh, inside, tiny, to_v2
+from engine_versions import (
+    MORE,
+    begun,
+    by_version,
+    changed,
+    check_continued,
+    count,
+    digest_of,
+    fresh,
+    inside,
+    one_thread,
+    tiny,
+    to_v2,
+)
 
 from engine_reference import PROMPTS
 from weightcast.engines.embedded.messages import (
@@ -25,15 +37,7 @@ from weightcast.engines.embedded.messages import (
 from weightcast.store.store import Store
 from weightcast.tensors.digest import array_digest
 
-__all__ = ["inside", "tiny"]  # fixtures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["inside", "one_thread", "tiny"]  # fixtures
 
 
 # -- updates ---------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 from engine_thread import ThreadRank, feed_of, tokens_of
-from engine_versions import MORE, Versions, begun, by_version, check_continued, digest_of, fresh, inside, tiny, to_v2
+from engine_versions import (
+    MORE,
+    Versions,
+    begun,
+    by_version,
+    check_continued,
+    digest_of,
+    fresh,
+    inside,
+    one_thread,
+    tiny,
+    to_v2,
+)
 from safetensors.numpy import load_file
 
 from engine_reference import PROMPTS
@@ -29,15 +41,7 @@ from weightcast.store.snapshot.writer import write_snapshot
 from weightcast.store.store import Store
 from weightcast.tensors.digest import array_digest
 
-__all__ = ["inside", "tiny"]  # fixtures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["inside", "one_thread", "tiny"]  # fixtures
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """One rank stands still on demand, and frees its weights and caches: what it was asked is answered all the same."""
 
 import pytest
-import torch
 from engine_thread import ThreadRank, feed_of, tokens_of
-from engine_versions import MORE, begun, by_version, count, inside, tiny
+from engine_versions import MORE, begun, by_version, count, inside, one_thread, tiny
 
 from engine_reference import PROMPTS
 from weightcast.engines.embedded.messages import (
@@ -20,15 +19,7 @@ from weightcast.engines.embedded.messages import (
 )
 from weightcast.errors import Corrupt, WrongState
 
-__all__ = ["inside", "tiny"]  # fixtures
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["inside", "one_thread", "tiny"]  # fixtures
 
 
 @pytest.fixture(scope="module")
