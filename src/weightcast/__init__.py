@@ -8,6 +8,8 @@
 Importing this loads neither torch nor any other framework.
 """
 
+from typing import TYPE_CHECKING
+
 from weightcast.errors import Mismatch, WeightcastError
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import Store
@@ -18,6 +20,10 @@ from weightcast.worker.result import UpdateResult
 from weightcast.worker.states import State
 from weightcast.worker.targets.capture import ModelPart
 
+if TYPE_CHECKING:
+    from weightcast.publish.publication import Publication
+    from weightcast.publish.publisher import Publisher
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -27,9 +33,24 @@ __all__ = [
     "Manifest",
     "Mismatch",
     "ModelPart",
+    "Publication",
+    "Publisher",
     "State",
     "Store",
     "UpdateResult",
     "WeightcastError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What needs ZeroMQ, which is an extra, is loaded when it is asked for."""
+    if name == "Publisher":
+        from weightcast.publish.publisher import Publisher  # noqa: PLC0415
+
+        return Publisher
+    if name == "Publication":
+        from weightcast.publish.publication import Publication  # noqa: PLC0415
+
+        return Publication
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

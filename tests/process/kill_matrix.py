@@ -1,6 +1,6 @@
 """Run by the tests: kills a process at every file operation of a scenario, and looks at what each kill left.
 
-    python -m process.kill_matrix SCENARIO DIRECTORY [--fault NAME]
+    python -m process.kill_matrix SCENARIO DIRECTORY [--sampled] [--fault NAME]
 
 Prints one JSON object. weightcast is imported once; every point of the matrix is a fork of this process.
 """
@@ -24,9 +24,9 @@ from unittest import mock
 
 from weightcast import Store, delta
 from weightcast.store import delta_writer, files, writer
-from weightcast.store.publishing import Publisher, Request
+from weightcast.store.publishing import Request, StorePublisher
 
-from .operations import WRITING, Operation, killing, listing, points, watched
+from .operations import WRITING, Operation, killing, listing, points, sampled, watched
 from .sample import find_problems, find_recovery_problems, find_strays, publish
 
 CHILD_LIMIT_S = 90
@@ -38,6 +38,7 @@ class Scenario(ABC):
 
     place = "store"
     calls: tuple[str, ...] = ()  # kill at these only; by default at all
+    deltas = False  # whether it makes any
 
     @abstractmethod
     def prepare(self, store: Path) -> None:
@@ -93,6 +94,7 @@ class PublishOverLeftovers(Publish):
 class PublishDelta(Publish):
     """A delta comes to a store that holds a full version and a delta on it."""
 
+    deltas = True
     old = ("near_1", "near_2")
     new, later = "near_3", "near_4"
 
@@ -112,6 +114,7 @@ class PublishTooLarge(Publish):
     old = ("near_1", "near_2")
     new, later = "far_3", "far_4"
     calls = ("unlink", "rename")
+    deltas = True
 
     def judge(self, store: Path) -> tuple[str, list[str]]:
         outcome, problems = super().judge(store)
@@ -122,6 +125,7 @@ class Fold(Scenario):
     """The third of four versions, deltas on one another, is made to lead from the full one."""
 
     versions = ("near_1", "near_2", "near_3", "near_4")
+    deltas = True
 
     def prepare(self, store: Path) -> None:
         for version in self.versions:
@@ -270,7 +274,7 @@ def count(act: Callable[[Path], None], store: Path, report: Path) -> None:
 def manifest_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """A broken publisher: the manifest is there before the parts have their names."""
 
-    def publish(self: Publisher, request: Request) -> Any:
+    def publish(self: StorePublisher, request: Request) -> Any:
         later: list[tuple[Path, Path]] = []
         with (
             mock.patch.object(writer, "rename", lambda old, new: later.append((old, new))),
@@ -306,7 +310,9 @@ def parts_first(directory: Path, **_: object) -> int:
 
 
 FAULTS: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {  # by name: the calls to kill it at, and how to break it
-    "manifest_first": (("rename",), lambda: mock.patch.object(Publisher, "publish", manifest_first(Publisher.publish))),
+    "manifest_first": (
+        ("rename",), lambda: mock.patch.object(StorePublisher, "publish", manifest_first(StorePublisher.publish)),
+    ),
     "payload_in_place": (("write",), lambda: mock.patch("weightcast.store.folding.write_synced", fold_in_place)),
     "version_file_in_place": (
         ("open",), lambda: mock.patch("weightcast.store.version_file.replace_synced", version_file_in_place),
@@ -316,7 +322,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], Callable[[], Any]]] = {  # by name: the
 
 
 class Matrix:
-    """All points of a scenario, shared out among a few workers, each with a directory of its own."""
+    """The points of a scenario, shared out among a few workers, each with a directory of its own."""
 
     def __init__(self, scenario: Scenario, act: Callable[[Path], None], directory: Path) -> None:
         self._scenario, self._act, self._directory = scenario, act, directory
@@ -335,20 +341,18 @@ class Matrix:
         shutil.copytree(self._before, directory / "run")
         return directory / "run" / self._scenario.place
 
-    def run(self, calls: tuple[str, ...]) -> dict[str, Any]:
-        """Kill at every point, or at those of some calls; returns how many ended where, and the problems by point."""
+    def run(self, calls: tuple[str, ...], *, sample: bool = False) -> dict[str, Any]:
+        """Kill at every point, or at those of some calls, or a sample; returns how many ended where, and the problems."""
         whole = [(number, moment) for number, moment in points(self.log) if not calls or self.log[number].call in calls]
-        results = [self._directory / f"result-{worker}.json" for worker in range(WORKERS)]
-        children = [
-            in_child(lambda share=whole[worker::WORKERS], result=result: self._work(share, result))
-            for worker, result in enumerate(results)
-        ]
+        tried = sampled(self.log, whole) if sample else whole
+        shares = {self._directory / f"result-{worker}.json": tried[worker::WORKERS] for worker in range(WORKERS)}
+        children = [in_child(lambda to=result, points=share: self._work(points, to)) for result, share in shares.items()]
         if any(os.waitpid(child, 0)[1] for child in children):
             raise SystemExit("a worker failed")
-        parts = [json.loads(result.read_text()) for result in results]
+        parts = [json.loads(result.read_text()) for result in shares]
         outcomes = sum((Counter(part["outcomes"]) for part in parts), Counter())
         problems = {where: found for part in parts for where, found in part["problems"].items()}
-        return {**self.counted, "points": len(whole), "outcomes": outcomes, "problems": problems}
+        return {**self.counted, "points": len(tried), "of": len(whole), "outcomes": outcomes, "problems": problems}
 
     def _work(self, share: list[tuple[int, str]], result: Path) -> None:
         directory = result.with_suffix("")
@@ -375,18 +379,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--fault", choices=FAULTS)
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # it tells of every leftover
-    delta.warm_up()  # once, before the forks
     scenario = SCENARIOS[arguments.scenario]
+    if scenario.deltas:
+        delta.warm_up()  # once, before the forks
     calls, broken = FAULTS[arguments.fault] if arguments.fault else (scenario.calls, nullcontext)
 
     def act(store: Path) -> None:
         with broken():
             scenario.act(store)
 
-    print(json.dumps(Matrix(scenario, act, arguments.directory).run(calls)))
+    print(json.dumps(Matrix(scenario, act, arguments.directory).run(calls, sample=arguments.sampled)))
 
 
 if __name__ == "__main__":

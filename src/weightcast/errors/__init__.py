@@ -23,6 +23,7 @@
     │   └── DeltaDoesNotFit       the same for a delta and the tensors it is to be applied to
     ├── VerificationUnavailable   a digest check was asked for and the source has no digests
     ├── SourceFailed              the source died, or sent too little, too much or the same twice
+    ├── ReceiversLost             receivers of a live stream died, gave up or took too long
     ├── DeadlineExceeded
     ├── StorageFailed             the file system refused: full, read-only, no permission
     ├── UpdateFailed              something outside of weightcast broke an update; no weights were changed
@@ -55,6 +56,7 @@ from weightcast.errors.kinds import (
     NotFound,
     PartCorrupt,
     PickleRefused,
+    ReceiversLost,
     SnapshotInvalid,
     SnapshotNotFound,
     SourceFailed,
@@ -105,6 +107,7 @@ __all__ = [
     "Overloaded",
     "PartCorrupt",
     "PickleRefused",
+    "ReceiversLost",
     "ReplicaFailed",
     "SnapshotInvalid",
     "SnapshotNotFound",

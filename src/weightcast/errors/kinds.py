@@ -303,6 +303,17 @@ class SourceFailed(WeightcastError):
     code = "source_failed"
 
 
+class ReceiversLost(WeightcastError):
+    """Receivers of a stream died, gave up or took too long. The trainer and all others are not affected."""
+
+    code = "receivers_lost"
+
+    def __init__(self, version: str, dropped: Sequence[str]) -> None:
+        self.version, self.dropped = version, tuple(dropped)
+        lines = "".join(f"\n  {one}" for one in dropped)
+        super().__init__(f"version {version} did not reach every receiver of its stream. Stream it again. Lost:{lines}")
+
+
 class DeadlineExceeded(WeightcastError):
     """Something took longer than the caller allowed."""
 

@@ -52,7 +52,7 @@ class Request:
             raise InvalidInput("metadata must map texts to texts.")
 
 
-class Publisher:
+class StorePublisher:
     """Writes versions into a store. The caller holds the store's lock during `publish`."""
 
     def __init__(self, catalog: Catalog, policy: DeltaPolicy) -> None:

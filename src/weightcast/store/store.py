@@ -20,7 +20,7 @@ from weightcast.store.files import make_dir, sync_dir
 from weightcast.store.folding import delta_between, fold_version
 from weightcast.store.lock import exclusive
 from weightcast.store.pruning import GcReport, prune
-from weightcast.store.publishing import Mode, Publisher, Request
+from weightcast.store.publishing import Mode, Request, StorePublisher
 from weightcast.store.reader import Reader
 from weightcast.store.state_reader import open_version
 from weightcast.store.version_file import TXT_NAME, VersionFile, migrate_version_file, write_version_file
@@ -50,7 +50,7 @@ class Store:
         self._lock_timeout = lock_timeout
         self._policy = delta or DeltaPolicy()
         self._catalog = Catalog(self.path)
-        self._publisher = Publisher(self._catalog, self._policy)
+        self._publisher = StorePublisher(self._catalog, self._policy)
 
     def __repr__(self) -> str:
         return f"Store({str(self.path)!r})"

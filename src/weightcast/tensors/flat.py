@@ -18,11 +18,15 @@ BLOCK_NBYTES = 4 << 20  # stays in the last-level cache between being read, hash
 
 
 class Piece(NamedTuple):
-    """A byte range of one tensor. `data` is borrowed: valid until the next piece is asked for."""
+    """A byte range of one tensor. `data` is borrowed: valid until the next piece is asked for.
+
+    A source that takes digests only as it sends has none in its manifest: the last piece of a tensor carries its `digest`.
+    """
 
     tensor: str
     offset: int
     data: memoryview
+    digest: str = ""
 
 
 Pieces = Generator[Piece, None, None]

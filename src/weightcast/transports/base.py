@@ -22,7 +22,7 @@ class Receiver(Protocol):
         """The version to take when none is asked for. Raises `VersionNotSet` if the source cannot tell."""
 
     def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
-        """What the version is."""
+        """What the version is. Not `sealed` for a live stream: then it is asked for again once all pieces have come."""
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
         """Every byte of the version (or of the named tensors) once, in any order, or raise.
@@ -44,6 +44,27 @@ class Provider(Receiver, Protocol):
 
     def changes(self, manifest: Manifest) -> Delta:
         """The delta that leads from the base of a delta version to it."""
+
+
+@runtime_checkable
+class MappedReceiver(Receiver, Protocol):
+    """A receiver whose full versions may lie in memory that other processes share: nothing has to be sent, only copied.
+
+    It is connected and has memory mapped, so it is worth keeping from one update to the next. It must be dropped after an
+    error: that is how it lets go of everything.
+    """
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether `mapped` can give the version. If not it is a live stream, which comes once, in pieces."""
+
+    def mapped(
+        self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None
+    ) -> AbstractContextManager[Mapping[str, Array]]:
+        """The tensors of a version where they lie, in any order and by any number of threads, to be read and never written.
+
+        The arrays must not be used after the context. Leaving it without an error asks the source whether it kept them all
+        the time, and raises `SourceFailed` if not: what was read may then be of another version.
+        """
 
 
 @runtime_checkable

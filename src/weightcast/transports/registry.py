@@ -13,6 +13,7 @@ from weightcast.store.store import Store
 from weightcast.transports.base import Receiver
 from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.file import FileReceiver
+from weightcast.transports.ipc.place import read_token
 from weightcast.transports.snapshot import SnapshotReceiver
 
 Source = str | PathLike[str] | Store | Receiver
@@ -37,9 +38,28 @@ def _open_snapshot(path: Path, options: Options, rank: int) -> Receiver:
     return SnapshotReceiver(path, rank=rank, device_id=options["id"], shared_dir=shared_dir)
 
 
+def _open_ipc(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
+    from weightcast.transports.ipc.receiver import IpcReceiver  # noqa: PLC0415 - ZeroMQ is an extra
+
+    _refuse_unknown("ipc", options, known={"token_file"})
+    token = read_token(Path(options["token_file"])) if "token_file" in options else None
+    return IpcReceiver(path, token=token)
+
+
+def _open_legacy_ipc(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the file is a device's
+    from weightcast.transports.ipc.legacy_receiver import LegacyIpcReceiver  # noqa: PLC0415 - ZeroMQ is an extra
+
+    _refuse_unknown("legacy-ipc", options, known={"id", "device"})
+    if "id" not in options:
+        raise InvalidInput("a legacy-ipc:// source needs the device id: legacy-ipc:///path?id=0.")
+    return LegacyIpcReceiver(path, options["id"], device=options.get("device"))
+
+
 _SCHEMES: dict[str, Callable[[Path, Options, int], Receiver]] = {
     "file": _open_file,
     "checkpoint": _open_checkpoint,
+    "ipc": _open_ipc,
+    "legacy-ipc": _open_legacy_ipc,
     "snapshot": _open_snapshot,
 }
 

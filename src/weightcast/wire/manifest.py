@@ -96,6 +96,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     payload: FileEntry | None = None
 
     @property
+    def sealed(self) -> bool:
+        """Whether all is known of it. A live stream is not sealed before its end: its digests come with its bytes."""
+        return self.algorithm is None or bool(self.root_digest)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the state that this version is."""
         return sum(entry.nbytes for entry in self.tensors)

@@ -1,0 +1,365 @@
+"""`Publisher`: what a training loop calls to make its weights available to the engines of the same host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote, urlsplit
+
+from msgspec.structs import replace
+
+from weightcast.clock import Deadline
+from weightcast.errors import AnyPath, InvalidInput, NotFound, VersionExists, WeightcastError, WrongState
+from weightcast.publish.clerk import Clerk
+from weightcast.publish.desk import Desk
+from weightcast.publish.filling import aligned, fill
+from weightcast.publish.publication import Publication
+from weightcast.publish.streaming import BUCKETS, LiveStream
+from weightcast.store.version_file import step_of
+from weightcast.store.writer import survey
+from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
+from weightcast.tensors.spec import TensorSpec
+from weightcast.transports.ipc.devices import device_called
+from weightcast.transports.ipc.legacy import legacy_path, write_legacy
+from weightcast.transports.ipc.place import Claim, Place
+from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 120.0
+HOLD_S = 60.0
+STALL_S = 10.0
+BUCKET_NBYTES = 64 << 20
+MIN_BUCKET_NBYTES = 1 << 12
+
+
+class Publisher:
+    """Holds versions in shared memory, or streams them through it, for receivers that open `ipc://` and its directory.
+
+        with Publisher("ipc:///dev/shm/run") as publisher:
+            for step in range(1000):
+                train()
+                publisher.publish(f"step_{step}", model.state_dict())
+
+    The directory is made for this process alone; a second publisher in it is refused with `Conflict`. Each of several
+    trainer `ranks` has a publisher of its own there and publishes the tensors that it has: a version is there when all of
+    them have published it, and its tensors are those of all of them, each from one rank.
+
+    `publish` keeps the last `slabs` versions, each in memory of the version's size. A receiver that holds one for more than
+    `hold_s` seconds when its memory is needed again, or takes more than `stall_s` for a bucket, is dropped. `threads` copy
+    and hash. `device` is where the memory is: "host", or "cuda:0" for tensors on that GPU. `token` is what receivers must
+    know; without it there is a random one, which processes of this user find in the directory.
+
+    One thread at a time may publish. Nothing of this is needed in children of a fork.
+    """
+
+    def __init__(
+        self,
+        url: AnyPath,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        slabs: int = 2,
+        threads: int = 2,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        hold_s: float = HOLD_S,
+        stall_s: float = STALL_S,
+        token: str | None = None,
+        device: str = "host",
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
+        if slabs < 1 or threads < 1 or bucket_nbytes < MIN_BUCKET_NBYTES or not (hold_s >= 0 and stall_s > 0):
+            raise InvalidInput(
+                f"slabs={slabs}, threads={threads}, bucket_nbytes={bucket_nbytes}, hold_s={hold_s} and stall_s={stall_s} "
+                f"must be positive, and a bucket have at least {MIN_BUCKET_NBYTES} bytes."
+            )
+        root = _directory(url)
+        self.url = f"ipc://{root.absolute()}"
+        self._device = device_called(device)
+        self._threads, self._stall_s, self._bucket_nbytes = threads, stall_s, aligned(bucket_nbytes)
+        self._changed = threading.Condition()
+        self._publishing = threading.Lock()
+        self._sequence = 0
+        self._next_slab: threading.Thread | None = None
+        self._clerk = Clerk(self._device, self._changed, slabs=slabs, hold_s=hold_s)
+        self._place = Place.of_rank(root, rank)
+        claim = Claim(self._place, token=token)
+        try:
+            self._desk = Desk(claim, rank=rank, ranks=ranks, clerk=self._clerk, changed=self._changed)
+        except BaseException:
+            claim.leave()
+            raise
+        self._clerk.desk = self._desk
+        self._end = weakref.finalize(self, _close, self._clerk, self._desk, claim, self._changed, os.getpid())
+        try:
+            claim.open()
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def receivers(self) -> int:
+        """How many receivers are connected."""
+        with self._changed:
+            return len(self._desk.sessions)
+
+    @property
+    def versions(self) -> list[str]:
+        """The versions that are held, the newest last."""
+        with self._changed:
+            return [slab.manifest.version for slab in self._clerk.shelf.held if slab.manifest]
+
+    # -- held ---------------------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        version: str,
+        tensors: Mapping[str, object],
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        algorithm: Algorithm = DEFAULT,
+        timeout: float = TIMEOUT_S,
+    ) -> Publication:
+        """Copy a version into shared memory and make it the newest. When this returns, the tensors may change.
+
+        It waits for receivers that still read the version whose memory this one takes: the last but one. If it fails, that
+        version is gone and the newest is as before.
+        """
+        if not isinstance(tensors, Mapping):
+            raise InvalidInput("publish needs a mapping of tensors that are alive together; stream() takes an iterator.")
+        deadline, began = Deadline.after(timeout), time.monotonic()
+        with self._turn(version):
+            specs, tied = survey(tensors)
+            entries, nbytes = _laid_out(specs.values())
+            if self._next_slab is not None:
+                self._next_slab.join(timeout=deadline.remaining())
+            deadline.check(f"waiting for memory for {version}")
+            slab = self._clerk.shelf.take(nbytes, deadline)
+            digests = fill(
+                self._device, slab.memory, entries, tensors,
+                algorithm=algorithm, threads=self._threads, deadline=deadline,
+            )  # fmt: skip
+            entries = tuple(replace(entry, digest=digests[entry.name]) for entry in entries)
+            manifest = self._manifest(version, entries, tied, step, metadata, algorithm)
+            manifest = replace(manifest, root_digest=compute_root(entries, algorithm))
+            publication = Publication(manifest, time.monotonic() - began, self._changed)
+            with self._changed:
+                self._clerk.shelf.put(slab, manifest, publication)
+                self._clerk.announce(version)
+            self._provide(nbytes)
+        log.info(
+            "publish version=%s tensors=%d nbytes=%d seconds=%.3f url=%s",
+            version, len(entries), manifest.nbytes, publication.copy_s, self.url,
+        )  # fmt: skip
+        return publication
+
+    def write_legacy(self, directory: AnyPath, device_id: str) -> Path:
+        """Say in the legacy metadata file `ipc_metas_<device_id>` of a directory where the newest held version lies.
+
+        It is good until the version after the next is published. Gives its path.
+        """
+        with self._changed:
+            held = self._clerk.shelf.held
+            if not held or held[-1].manifest is None:
+                raise NotFound(f"nothing is held at {self.url} that {directory} could tell of: publish a version first.")
+            manifest, handle = held[-1].manifest, held[-1].handle
+        path = legacy_path(Path(directory), device_id)
+        write_legacy(path, manifest, place=self._place.path, handle=handle)
+        return path
+
+    def _provide(self, nbytes: int) -> None:
+        """Have the next slab made while the trainer goes on."""
+        if self._next_slab is None:
+            shelf = self._clerk.shelf
+            thread = threading.Thread(target=_provided, args=(shelf.provide, nbytes), name="next slab", daemon=True)
+            thread.start()
+            self._next_slab = thread
+
+    # -- live ---------------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        version: str,
+        tensors: Mapping[str, object] | Iterable[tuple[str, object]],
+        *,
+        like: Mapping[str, object] | None = None,
+        receivers: int = 1,
+        step: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        algorithm: Algorithm = DEFAULT,
+        timeout: float = TIMEOUT_S,
+    ) -> Publication:
+        """Send a version once, through two buckets, to `receivers` that open it now. Returns when the tensors may change.
+
+        An iterator may make each tensor as it is asked for (gather it from other ranks, say) and reuse its memory; `like`
+        then says what comes: a mapping of tensors of the same names, dtypes and shapes, which may be on the meta device.
+        Receivers that fall behind are dropped; if none is left, `ReceiversLost` is raised.
+        """
+        if isinstance(tensors, Mapping):
+            like, tensors = tensors, tensors.items()
+        if like is None:
+            raise InvalidInput("an iterator does not say what will come: pass like=, a mapping of the same names.")
+        if receivers < 1:
+            raise InvalidInput(f"a stream needs at least one receiver, not {receivers}.")
+        deadline, began = Deadline.after(timeout), time.monotonic()
+        with self._turn(version):
+            before = self._clerk.newest
+            stream = self._announced(version, like, step, metadata, algorithm)
+            try:
+                stream.gather(receivers, deadline)
+                stream.run(tensors, deadline)
+            except BaseException as error:
+                stream.fail(f"the trainer could not go on ({type(error).__name__}: {error})")
+                with self._changed:
+                    self._clerk.withdraw(stream, before)
+                raise
+        stream.publication.copy_s = time.monotonic() - began
+        log.info(
+            "stream version=%s tensors=%d nbytes=%d receivers=%d seconds=%.3f url=%s",
+            version, len(stream.manifest.tensors), stream.manifest.nbytes, receivers, stream.publication.copy_s, self.url,
+        )  # fmt: skip
+        return stream.publication
+
+    def _announced(
+        self,
+        version: str,
+        like: Mapping[str, object],
+        step: int | None,
+        metadata: Mapping[str, str] | None,
+        algorithm: Algorithm,
+    ) -> LiveStream:
+        """A stream that receivers can join. Waits for the one before, whose buckets it takes."""
+        specs, tied = survey(like)
+        entries = tuple(
+            replace(entry, offset=0, digest="" if entry.nbytes else bytes_digest(b"", algorithm))
+            for entry in _laid_out(specs.values())[0]
+        )
+        if self._clerk.stream is not None:
+            self._clerk.stream.finish()
+        memory, handle = self._clerk.buckets or self._clerk.take_buckets(
+            self._device.allocate(BUCKETS * self._bucket_nbytes)
+        )
+        manifest = self._manifest(version, entries, tied, step, metadata, algorithm)
+        stream = LiveStream(
+            manifest, memory, handle, self._device, self._desk, self._changed, self._stall_s,
+            Publication(manifest, 0.0, self._changed),
+        )  # fmt: skip
+        with self._changed:
+            self._clerk.begin(stream)
+        return stream
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what is under way, free the memory, and remove the directory. Safe twice.
+
+        Receivers of a stream that was sent to its end have `stall_s` for the last buckets. Those that read a held version
+        are told that it has ended for them.
+        """
+        if self._next_slab is not None:
+            self._next_slab.join()
+        stream = self._clerk.stream
+        if stream is not None and stream.ended:
+            stream.finish()
+        self._end()
+
+    def _turn(self, version: str) -> _Turn:
+        check_version_id(version)
+        if not self._end.alive:
+            raise WrongState(f"publish {version}", "closed", ["open"])
+        if version in self.versions:
+            raise VersionExists(f"version {version} is already held at {self.url}, and a version never changes.")
+        return _Turn(self._publishing, version)
+
+    def _manifest(
+        self,
+        version: str,
+        entries: tuple[TensorEntry, ...],
+        tied: Mapping[str, str],
+        step: int | None,
+        metadata: Mapping[str, str] | None,
+        algorithm: Algorithm,
+    ) -> Manifest:
+        """A version without a root digest."""
+        if not entries:
+            raise InvalidInput(f"version {version} has no tensors: there is nothing to publish.")
+        self._sequence += 1
+        return Manifest(
+            version=version,
+            sequence=self._sequence,
+            step=step_of(version, default=self._sequence) if step is None else step,
+            kind="full",
+            created_s=time.time(),
+            algorithm=algorithm,
+            root_digest="",
+            parts=(),
+            tensors=entries,
+            tied=dict(tied),
+            metadata=dict(metadata or {}),
+        )
+
+
+class _Turn:
+    """One publication at a time; a second thread is refused and not kept waiting."""
+
+    def __init__(self, lock: threading.Lock, version: str) -> None:
+        self._lock, self._version = lock, version
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise WrongState(f"publish {self._version}", "publishing", ["idle"])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+
+
+def _directory(url: AnyPath) -> Path:
+    if isinstance(url, str) and "://" in url:
+        parts = urlsplit(url)
+        if parts.scheme != "ipc" or parts.netloc not in ("", "localhost") or not parts.path or parts.query:
+            raise InvalidInput(f"{url!r} must name a directory on this host: ipc:///dev/shm/run.")
+        return Path(unquote(parts.path))
+    return Path(url)
+
+
+def _laid_out(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Entries one after the other, and the size of all."""
+    entries, at = [], 0
+    for spec in specs:
+        at = aligned(at)
+        entries.append(
+            TensorEntry(name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=at, nbytes=spec.nbytes, digest="")
+        )
+        at += spec.nbytes
+    return tuple(entries), at
+
+
+def _provided(provide: Callable[[int], None], nbytes: int) -> None:
+    try:
+        provide(nbytes)
+    except WeightcastError as error:  # the next publish tries again, and says so
+        log.warning("allocate nbytes=%d: %s", nbytes, error)
+
+
+def _close(clerk: Clerk, desk: Desk, claim: Claim, changed: threading.Condition, owner: int) -> None:
+    if os.getpid() != owner:  # in a child of a fork everything belongs to the parent
+        return
+    with changed:
+        clerk.close("the publisher was closed")
+    desk.close()
+    claim.leave()
