@@ -188,7 +188,9 @@ class Rank:
         messages, action, how = self.messages, command.action, self.read_script().get("load", "well")
         result: Any = None
         error: tuple[str, str] | None = None
+        vote: Any = None
         if isinstance(action, messages.Stage):
+            vote = messages.Vote(nbytes=0, roots=tuple(self.read_script().get("roots", "").split()))
             manifest, scheme, place = json.loads(action.feeds[0].manifest), *action.feeds[0].source.split("://")
             self.staged = manifest["version"]
             error = ("wrong_state", "a commit was not ended.") if self.entered else STAGING.get(how)
@@ -199,7 +201,7 @@ class Rank:
             result = {"version": self.version, "pause_s": 0.0}
         elif isinstance(action, messages.Settle | messages.Revert):
             self.entered = False
-            result = {"version": self.version, "rank": self.rank}
+            result = {"version": self.version, "rank": self.rank, "bytes": 0}
         elif isinstance(action, messages.DescribeWeights):
             weights = {"rank": self.rank, "version": self.version, "state": "READY", "shard_digest": "", "nbytes": 0}
             result = {"weights": weights, "previous": None}
@@ -207,7 +209,7 @@ class Rank:
         if isinstance(action, messages.Commit) and how == "slow proof":
             time.sleep(0.2)
         if isinstance(action, (messages.Stage, messages.Commit)):
-            self.send(messages.Report(rank=self.rank, job=command.id, done=True, error=error))
+            self.send(messages.Report(rank=self.rank, job=command.id, done=True, result=vote, error=error))
 
     def execute(self, command: Any) -> None:
         messages = self.messages

@@ -75,6 +75,7 @@ def test_quick_prints_one_json_document_of_the_promised_form(run, no_model):
         )
 
 
+@pytest.mark.slow
 @needs_model
 def test_real_weights_are_measured_and_folded_where_the_model_is_there(monkeypatch):
     monkeypatch.setattr(delta_bench, "DENSITIES", (0.01,))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightcast.bench import trained
-from weightcast.bench.trained import OBJECTIVES, adamw_states, adamw_steps, sentence_pairs
+from weightcast.bench.trained import adamw_states, adamw_steps, sentence_pairs
 from weightcast.errors import InvalidInput, MissingExtra
 
 needs_model = pytest.mark.skipif(
@@ -27,8 +27,9 @@ def words_moved(old, new):
     return (old[trained.WORDS] != new[trained.WORDS]).any(axis=1)
 
 
+@pytest.mark.untraced
 @needs_model
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["infonce", pytest.param("mlm", marks=pytest.mark.slow)])
 def test_two_steps_change_some_weights_and_the_same_ones_again(objective):
     torch = pytest.importorskip("torch")
     generator = torch.random.get_rng_state()
@@ -53,6 +54,7 @@ def test_two_steps_change_some_weights_and_the_same_ones_again(objective):
     assert all(again[1][name].tobytes() == new[name].tobytes() for name in new)
 
 
+@pytest.mark.untraced
 @needs_model
 def test_the_pair_is_the_last_step_and_the_seed_decides():
     start, first = adamw_steps(steps=1, lr=1e-4, objective="infonce", seed=3, layers=1)
@@ -62,6 +64,7 @@ def test_the_pair_is_the_last_step_and_the_seed_decides():
     assert (words_moved(start, first) != words_moved(start, other)).any()  # other sentences, not only another dropout
 
 
+@pytest.mark.slow
 @needs_model
 def test_the_states_of_the_last_steps_end_with_the_pair():
     settings = {"steps": 3, "lr": 1e-5, "objective": "infonce", "seed": 3, "layers": 1}

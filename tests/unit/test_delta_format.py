@@ -1,5 +1,6 @@
 """docs/delta-format.md says what the bytes are: a reader written from it alone reads them, and its examples are real."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -37,14 +38,22 @@ def check(base, new, packing, chunk=1 << 23):
 # -- the other reader ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @settings(max_examples=60)
 @given(chain=state_chains(), packing=st.sampled_from(PACKINGS), chunk=st.sampled_from([64, 500, 1 << 23]))
 def test_another_reader_gets_the_same_state(chain, packing, chunk):
     check(*chain, packing, chunk)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("dtype", list(DType))
+def dtypes_and_packings():
+    """All combinations; those that differ from others in the packing alone are among the slow ones."""
+    for number, (dtype, packing) in enumerate(itertools.product(DType, PACKINGS)):
+        usual = number % len(PACKINGS) == number // len(PACKINGS) % len(PACKINGS)
+        yield pytest.param(dtype, packing, marks=[] if usual else pytest.mark.slow)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(("dtype", "packing"), list(dtypes_and_packings()))
 def test_another_reader_understands_every_dtype_in_every_form(dtype, packing, rng):
     near, far = pair(rng, dtype, (6000,), density=0.02), pair(rng, dtype, (5000,), density=1, far=True)
     close = pair(rng, dtype, (5000,), density=1)

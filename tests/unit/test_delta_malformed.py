@@ -63,6 +63,7 @@ def test_tampering_without_a_change_gives_the_same_bytes(packing, samples):
     assert forged.sealed() == packed[packing]
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
 def test_a_flip_of_any_byte_is_refused(flip, packing, samples):
@@ -681,6 +682,7 @@ def check_harmless(data, base):
         assert same(base, snapshot)
 
 
+@pytest.mark.untraced
 @settings(max_examples=100)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_no_table_breaks_the_reader(data, packing, samples):
@@ -695,6 +697,7 @@ def test_no_table_breaks_the_reader(data, packing, samples):
     check_harmless(forged.sealed(), base)
 
 
+@pytest.mark.untraced
 @settings(max_examples=100)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_no_bytes_of_a_table_break_the_reader(data, packing, samples):
@@ -706,6 +709,7 @@ def test_no_bytes_of_a_table_break_the_reader(data, packing, samples):
     check_harmless(sealed(bytes(table), forged.frames, forged.packing), base)
 
 
+@pytest.mark.untraced
 @settings(max_examples=200)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_no_contents_of_streams_break_the_reader(data, packing, samples):
@@ -722,6 +726,7 @@ def test_no_contents_of_streams_break_the_reader(data, packing, samples):
     check_harmless(forged.sealed(), base)
 
 
+@pytest.mark.untraced
 @settings(max_examples=100)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_no_bytes_of_frames_break_the_reader(data, packing, samples):

@@ -26,6 +26,7 @@ def between(a, b, packing="classes"):
 # -- fold and invert -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @settings(max_examples=80)
 @given(chain=state_chains(length=3))
 def test_folding_two_deltas_is_encoding_the_ends(chain):
@@ -36,6 +37,7 @@ def test_folding_two_deltas_is_encoding_the_ends(chain):
     assert delta.pack(folded, packing="classes", base=a) == delta.encode(a, c)
 
 
+@pytest.mark.untraced
 @settings(max_examples=40)
 @given(chain=state_chains(length=4, tensors=3, lanes=200))
 def test_folding_does_not_care_where_it_begins(chain):
@@ -43,6 +45,7 @@ def test_folding_does_not_care_where_it_begins(chain):
     assert equal_deltas(delta.fold(delta.fold(one, two), three), delta.fold(one, delta.fold(two, three)))
 
 
+@pytest.mark.untraced
 @settings(max_examples=60)
 @given(chain=state_chains())
 def test_the_inverse_restores_every_bit_and_cancels(chain):
@@ -58,6 +61,7 @@ def test_the_inverse_restores_every_bit_and_cancels(chain):
     assert equal_deltas(back, between(b, a))
 
 
+@pytest.mark.untraced
 @settings(max_examples=40)
 @given(chain=state_chains(length=5, tensors=3), packing=packings, threads=st.integers(1, 3))
 def test_a_chain_decodes_to_the_fold_of_its_links(chain, packing, threads):
@@ -94,6 +98,7 @@ def test_deltas_that_do_not_follow_one_another_are_not_folded(rng):
 # -- pack ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @settings(max_examples=80)
 @given(chain=state_chains(tensors=6), packing=packings, chunk=st.sampled_from([64, 1000, 1 << 23]))
 def test_packing_what_was_decoded_gives_the_same_bytes(chain, packing, chunk):
@@ -142,6 +147,7 @@ def boxed_pairs(draw):
     return *pair(rng, dtype, shape, density=draw(st.sampled_from([0.02, 0.3, 1])), far=draw(st.booleans())), box
 
 
+@pytest.mark.untraced
 @settings(max_examples=150)
 @given(sample=boxed_pairs())
 def test_slicing_and_then_applying_is_applying_and_then_slicing(sample):
@@ -254,6 +260,7 @@ def put_together(state, held):
     return whole
 
 
+@pytest.mark.untraced
 @settings(max_examples=150)
 @given(sample=placed_pairs())
 def test_slicing_commutes_with_applying_for_every_placement(sample):

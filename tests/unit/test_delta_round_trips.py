@@ -58,6 +58,7 @@ def in_pieces(array, lanes=4000):
     return {f"t{at}": array[at : at + lanes] for at in range(0, len(array), lanes)}
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
@@ -71,6 +72,7 @@ def test_every_16_bit_pattern_survives_as_old_and_as_new_value(dtype, packing, b
         check_round_trip(in_pieces(old), in_pieces(new), packing, backend)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", EIGHT)
@@ -295,6 +297,7 @@ def test_wide_indices_fold_invert_slice_and_pack():
 # -- the same bytes, whoever encodes -------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 @settings(max_examples=60)
 @given(
     chain=state_chains(),

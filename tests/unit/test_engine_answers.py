@@ -36,6 +36,7 @@ def matrix():
         yield pytest.param(model, prefix_cache, draft, marks=[] if usual else pytest.mark.slow)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(("model", "prefix_cache", "draft"), list(matrix()))
 def test_answers_are_those_of_transformers(checkpoints, model, prefix_cache, draft):
     settings = {"prefix_cache": prefix_cache, "max_step_tokens": 64} | draft_setting(checkpoints, model, draft)

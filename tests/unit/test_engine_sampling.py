@@ -204,6 +204,7 @@ def expected_weights(logits, temperature, top_k, top_p):
     return full / full.sum()
 
 
+@pytest.mark.untraced
 @settings(max_examples=60)
 @given(
     logits=st.lists(st.integers(-4, 4), min_size=1, max_size=30),

@@ -43,7 +43,8 @@ def some_request(simulation, chance):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.untraced
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_answer_is_that_of_the_model_alone_whatever_else_happens(name, seed):
     simulation, chance = Simulation(SETUPS[name], seed), random.Random(seed + 100)

@@ -409,24 +409,26 @@ def fuzz_sources():
     yield buffer.getvalue()
 
 
-def test_damage_of_any_kind_ends_in_an_error_of_ours_or_in_tensors(tmp_path, rng):
+@pytest.mark.parametrize("times", [100, pytest.param(300, marks=pytest.mark.slow)])
+def test_damage_of_any_kind_ends_in_an_error_of_ours_or_in_tensors(tmp_path, rng, times):
     outcomes = {True: 0, False: 0}
     for source in fuzz_sources():
-        for data in damaged(source, rng, 300):
+        for data in damaged(source, rng, times):
             path = saved(tmp_path, data)
             try:
                 load(path)
                 outcomes[True] += 1
             except Corrupt:
                 outcomes[False] += 1
-    assert outcomes[False] > 500  # flips inside of array data go unnoticed: a pickle has no digests
+    assert outcomes[False] > 1.5 * times  # flips inside of array data go unnoticed: a pickle has no digests
     assert outcomes[True] > 0
 
 
-def test_random_opcodes_end_in_an_error_of_ours(tmp_path, rng):
+@pytest.mark.parametrize("times", [1000, pytest.param(3000, marks=pytest.mark.slow)])
+def test_random_opcodes_end_in_an_error_of_ours(tmp_path, rng, times):
     alphabet = np.frombuffer(b"}](NtuseaR.bQqh\x85\x86\x87\x93\x94\x8c\x01\x02K", dtype=np.uint8)
     start = b"\x80\x04\x8c\x05numpy\x94\x8c\x05dtype\x93\x94\x8c\x02f4\x94"
-    for _ in range(3000):
+    for _ in range(times):
         path = saved(tmp_path, start + rng.choice(alphabet, size=int(rng.integers(1, 25))).tobytes() + b".")
         try:
             assert load(path) == {}

@@ -1,19 +1,35 @@
-"""What README shows works."""
+"""What README and the guides show works."""
 
 import re
+import tempfile
 from pathlib import Path
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_examples_run_as_they_stand(tmp_path, capsys):
+def test_the_examples_run_as_they_stand(capsys):
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     examples = [one for one in examples if "openai" not in one]  # tests/process/test_server_openai.py runs that one
-    for example, begins in zip(examples, ("step_101 ", "11 changes in "), strict=True):
-        exec(compile(example.replace("/tmp/weights", str(tmp_path / "weights")), "README.md", "exec"), {})
+    for example, begins in zip(examples, ("step_101 ", "11 changes in ", "step_1 is live"), strict=True):
+        run(example)
         assert capsys.readouterr().out.startswith(begins)
+
+
+def test_the_examples_of_the_guide_to_shared_memory_run_as_they_stand():
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / "same-host.md").read_text(), re.DOTALL)
+    assert len(examples) == 1
+    for example in examples:
+        run(example)
+
+
+def run(example):
+    """Run an example with its files in a directory of the test's own; a short one, as the paths of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="wc-") as directory:
+        exec(compile(example.replace("/tmp/", f"{directory}/"), "an example", "exec"), {})
 
 
 def test_the_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (Path(__file__).parents[2] / target).exists(), target
+        assert (ROOT / target).exists(), target

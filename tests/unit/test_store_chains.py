@@ -138,6 +138,7 @@ def test_a_receiver_gives_the_payload_of_a_delta_and_not_its_tensors(chained):
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.untraced
 def test_any_flipped_byte_of_a_payload_is_caught_by_everything_that_reads_it(chained, rng):
     path = payload_path(chained, "step_2")
     data = bytearray(path.read_bytes())

@@ -2,78 +2,90 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+import ctypes
+import weakref
 
 import numpy as np
 
-from weightcast.errors import InvalidInput
-from weightcast.tensors.flat import Array, Bytes, flat_bytes
+from weightcast.tensors.flat import Array, Bytes, empty
 from weightcast.tensors.spec import TensorSpec
 
 ALIGNMENT = 64  # a cache line, and what vector instructions and frameworks like
 
 
 class Buffers:
-    """Arrays by size, handed out and taken back. Whoever keeps an array (a model that adopted it) just never gives it back.
+    """Memory for tensors that comes back by itself, when nothing refers to it any more: no array, tensor, view or storage.
 
-    An array starts on a multiple of 64 bytes and is all of its memory, so a framework that takes it over owns it whole. At
-    most `limit_nbytes` are kept waiting; what is given back beyond that is freed. Any thread may call.
+    So whoever keeps an array (a model that adopted it) need not say so, and one that is in use anywhere is never handed out
+    again. An array starts on a multiple of 64 bytes and is all of its memory, so a framework that takes it over owns it
+    whole. At most `limit_nbytes` are kept waiting; what comes back beyond that is freed. Any thread may call.
     """
 
     def __init__(self, limit_nbytes: int | None = None) -> None:
         self._limit = limit_nbytes
-        self._kept = 0
-        self._free: dict[int, list[Bytes]] = {}
-        self._addresses: set[int] = set()
-        self._lock = threading.Lock()
+        self._shelf = _Shelf(limit_nbytes)
 
     @property
     def nbytes(self) -> int:
         """Memory that is waiting to be used again."""
-        return self._kept
+        return self._shelf.nbytes
 
     def take(self, spec: TensorSpec, *, zeroed: bool = False) -> Array:
         """Memory for a tensor, with whatever is in it; `zeroed` where not every element is going to be written."""
-        flat = self._reused(spec.nbytes)
-        if flat is None:
-            flat = aligned(spec.nbytes)
+        if spec.nbytes == 0:
+            return empty(spec)
+        shelf = self._shelf
+        flat = shelf.lend(shelf.pop(spec.nbytes))
         if zeroed:
             flat.fill(0)
         return flat.view(spec.dtype.numpy).reshape(spec.shape)
 
-    def give(self, arrays: Iterable[Array]) -> None:
-        """Take arrays back that came from `take` and that nobody uses any more. Giving one twice is refused."""
-        for array in arrays:
-            if array.nbytes == 0:
-                continue
-            if not array.flags.c_contiguous or not array.flags.writeable or array.ctypes.data % ALIGNMENT:
-                raise InvalidInput(f"an array of shape {list(array.shape)} did not come from these buffers.")
-            with self._lock:
-                if array.ctypes.data in self._addresses:
-                    raise InvalidInput(f"an array of shape {list(array.shape)} was given back twice.")
-                if self._limit is not None and self._kept + array.nbytes > self._limit:
-                    continue
-                self._kept += array.nbytes
-                self._addresses.add(array.ctypes.data)
-                self._free.setdefault(array.nbytes, []).append(flat_bytes(array))
-
     def clear(self) -> None:
-        """Free what is waiting."""
-        with self._lock:
-            self._kept = 0
-            self._free.clear()
-            self._addresses.clear()
+        """Free what is waiting. What is in use now will be freed too, and not kept, when it comes back."""
+        self._shelf = _Shelf(self._limit)
 
-    def _reused(self, nbytes: int) -> Bytes | None:
-        with self._lock:
-            free = self._free.get(nbytes)
-            if not free:
-                return None
-            flat = free.pop()
-            self._kept -= nbytes
-            self._addresses.discard(flat.ctypes.data)
-            return flat
+
+class _Shelf:
+    """Blocks of memory by size. They come back from finalizers, which run in any thread at any time, also in the middle of
+    a call here: so there is no lock, and every step is one that the interpreter does not divide.
+    """
+
+    def __init__(self, limit_nbytes: int | None) -> None:
+        self._limit = limit_nbytes
+        self._free: dict[int, list[Bytes]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size * len(self._free[size]) for size in list(self._free))
+
+    def pop(self, nbytes: int) -> Bytes:
+        """A block of this size: one that waits, or a fresh one."""
+        try:
+            return self._free[nbytes].pop()
+        except (KeyError, IndexError):
+            return aligned(nbytes)
+
+    def lend(self, block: Bytes) -> Bytes:
+        """The bytes of a block. It comes back when the last view of them is gone, if this shelf is still there then."""
+        lent = (ctypes.c_char * len(block)).from_buffer(block.data)  # what all views keep alive, and what can be watched
+        weakref.finalize(lent, _take_back, weakref.ref(self), block).atexit = False
+        return np.frombuffer(memoryview(lent), dtype=np.uint8)
+
+    def put(self, block: Bytes) -> None:
+        """Keep a block, or drop one of its size if that is too much."""
+        waiting = self._free.setdefault(len(block), [])
+        waiting.append(block)
+        if self._limit is not None and self.nbytes > self._limit:
+            try:
+                waiting.pop()
+            except IndexError:  # somebody took it meanwhile
+                return
+
+
+def _take_back(to: weakref.ref[_Shelf], block: Bytes) -> None:
+    shelf = to()
+    if shelf is not None:
+        shelf.put(block)
 
 
 def aligned(nbytes: int) -> Bytes:

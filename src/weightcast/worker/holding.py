@@ -41,7 +41,7 @@ class Holding:
 
     def serves(self, manifest: Manifest) -> bool:
         """Whether a version is what the model provably holds."""
-        if self.served is None or not self.served.proved or self.lifecycle.state is not State.READY:
+        if self.served is None or not self.served.proved or self.lifecycle.state is not State.READY or not manifest.sealed:
             return False
         held = self.served.manifest
         return (held.version, held.root_digest) == (manifest.version, manifest.root_digest)
@@ -94,6 +94,7 @@ class Holding:
         watch = Stopwatch()
         try:
             staged.commit.apply()
+            staged.take_seal()
             entered.post_load_ran = True
             self._post_load()
             entered.commit_s = watch.lap()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import get_args
+from contextlib import contextmanager
+from functools import partial
+from typing import Self, get_args
 
 from weightcast.clock import Deadline
 from weightcast.errors import ClearIncomplete, InvalidInput, WrongState
 from weightcast.tensors.digest import DEFAULT, array_digest, root_digest
 from weightcast.tensors.spec import TensorSpec
-from weightcast.transports.registry import Source, open_receiver
+from weightcast.transports.kept import KeptReceiver, Use
+from weightcast.transports.registry import Source
 from weightcast.wire.manifest import Manifest
+from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.fit import FitRules, Group
 from weightcast.worker.holding import Holding, name_foreign
@@ -29,6 +33,7 @@ from weightcast.worker.targets.capture import capture_parts
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 180.0
+_THREADS = 2  # copy at the speed of the memory: more would only take cores from whoever serves
 
 
 class LiveModel:
@@ -44,6 +49,11 @@ class LiveModel:
     new version counts as served, for what an engine derives from its weights. `tick` is called after every slot and every
     streamed piece of a commit, of its proof and of its undoing, by the thread that does it, to show that a long one lives;
     it must not raise. `keep_previous` False frees what `rollback` needs when a version counts: up to the size of the model.
+
+    Memory that a version was staged in, or that was swapped out, is used again for the next update once nothing refers to
+    it any more; so at rest there is as much of it as an update needs. `clear`, and a commit in place, let go of it.
+    `buffers` is where it waits, to share it with whoever makes the versions. `threads` copy versions out of shared memory.
+    A connection to such a source is kept for the next update: `close`, or leaving the context, ends it.
     """
 
     def __init__(
@@ -60,10 +70,17 @@ class LiveModel:
         post_load: Callable[[], None] | None = None,
         tick: Callable[[], None] | None = None,
         keep_previous: bool = True,
+        threads: int | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
+        if threads is not None and threads < 1:
+            raise InvalidInput(f"{threads} threads cannot copy anything: give 1 or more.")
         self.rank, self.ranks = rank, ranks
+        self._threads = threads or min(_THREADS, os.cpu_count() or 1)
+        self._buffers = Buffers() if buffers is None else buffers
+        self._kept = KeptReceiver()
         self._parts = capture_parts(model, device)
         self._rules = FitRules(groups=groups, ignore=ignore, fixed=fixed)
         self._source = source
@@ -142,10 +159,10 @@ class LiveModel:
         """
         _check_mode(commit)
         deadline, started = Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, opened):
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, use):
             if self._holding.serves(manifest):
                 return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, started=started)
-            staged = self._stage(stager, manifest, commit, started, opened)
+            staged = self._stage(stager, manifest, commit, started, use)
         return self.commit(staged)
 
     # -- updating in steps: stage, then commit or abandon ----------------------------------------------------------
@@ -167,8 +184,8 @@ class LiveModel:
         """
         _check_mode(commit)
         deadline, started = deadline or Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, opened):
-            return self._stage(stager, manifest, commit, started, opened)
+        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, use):
+            return self._stage(stager, manifest, commit, started, use)
 
     def commit(self, staged: StagedUpdate) -> UpdateResult:
         """Make a staged version live, or put everything back and raise `CommitFailed`: `enter`, `prove` and `settle`."""
@@ -230,6 +247,7 @@ class LiveModel:
         """
         lifecycle = self._holding.lifecycle
         lifecycle.begin("clear", State.CLEARING)
+        self._buffers.clear()  # and what comes back from now on is freed
         self._holding.forget()
         watched = [(slot, slot.watch()) for slot in self._slots() if slot.resident]
         try:
@@ -239,12 +257,23 @@ class LiveModel:
             lifecycle.move("clear", State.FAILED)
             raise
         lifecycle.move("clear", State.CLEARED)
+        self._kept.close()
         if not all(freed() for _, freed in watched):
             gc.collect()  # reference cycles through modules keep memory a little longer
         held = [slot.spec.name for slot, freed in watched if slot.spec.nbytes and not freed()]
         if held:
             raise ClearIncomplete(held)
         log.info("clear rank=%d tensors=%d", self.rank, len(watched))
+
+    def close(self) -> None:
+        """End the connection to a source that was kept for the next update. The model stays as it is, and can be used."""
+        self._kept.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -254,8 +283,8 @@ class LiveModel:
     @contextmanager
     def _chosen(
         self, source: Source | None, version: str | None, *, verify_checksum: bool, deadline: Deadline
-    ) -> Iterator[tuple[Stager, Manifest, ExitStack]]:
-        """A stager with an open receiver, the version to take, and what closes the receiver unless it is taken over.
+    ) -> Iterator[tuple[Stager, Manifest, Use]]:
+        """A stager with an open receiver, the version to take, and the use of the receiver, which ends with the context.
 
         A receiver that the caller passed stays open.
         """
@@ -263,16 +292,15 @@ class LiveModel:
         given = self._source if source is None else source
         if given is None:
             raise InvalidInput("no source: pass source=… to the call or to LiveModel.")
-        receiver = open_receiver(given, rank=self.rank)
-        with ExitStack() as opened:
-            if receiver is not given:
-                opened.callback(receiver.close)
-            manifest = choose_version(receiver, version, verify_checksum=verify_checksum, deadline=deadline)
-            yield Stager(receiver, self._parts, self._rules, verify_checksum, deadline, self._tick), manifest, opened
+        ask = partial(choose_version, version=version, verify_checksum=verify_checksum, deadline=deadline)
+        use, manifest = self._kept.open(given, rank=self.rank, ask=ask)
+        with use as receiver:
+            stager = Stager(
+                receiver, self._parts, self._rules, verify_checksum, deadline, self._buffers, self._threads, self._tick
+            )  # fmt: skip
+            yield stager, manifest, use
 
-    def _stage(
-        self, stager: Stager, manifest: Manifest, mode: CommitMode, started: float, opened: ExitStack
-    ) -> StagedUpdate:
+    def _stage(self, stager: Stager, manifest: Manifest, mode: CommitMode, started: float, use: Use) -> StagedUpdate:
         holding = self._holding
         holding.lifecycle.begin("stage", State.STAGING)
         try:
@@ -287,9 +315,9 @@ class LiveModel:
             holding.lifecycle.move("stage", holding.lifecycle.resting)
             name_foreign(error, manifest.version)
             raise
-        release = silent if ready.commit.undoes_alone else opened.pop_all().close
+        release = silent if ready.commit.undoes_alone else use.outlast()
         staged = StagedUpdate(
-            manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit, ready.nbytes,
+            ready.manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit, ready.nbytes,
             stager.deadline, started, ready.stage_s, ready.verify_s, release,
         )  # fmt: skip
         holding.hold(staged)

@@ -52,6 +52,10 @@ class StagedUpdate:
         """The version that it leads to."""
         return self.manifest.version
 
+    def take_seal(self) -> None:
+        """After the commit was applied: know what it was a commit of, where that could only be told by applying it."""
+        self.manifest, self.plan = self.commit.sealed or (self.manifest, self.plan)
+
     def end(self) -> None:
         """Let go of everything that it holds."""
         self.commit.forget()

@@ -16,7 +16,7 @@ from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.shard_copy import Check, landing, place, row_start
 from weightcast.worker.shard_layout import padded
-from weightcast.worker.shard_stream import Origin, Run, Tally
+from weightcast.worker.shard_stream import Origin, Proof, Run, Tally
 
 Parameters = Generator[tuple[Held, Array], None, None]
 
@@ -28,23 +28,21 @@ def needed(origin: Origin, held: Sequence[Held]) -> dict[str, TensorEntry]:
 
 
 def assembled(
-    origin: Origin, held: Sequence[Held], buffers: Buffers, *, checksum: bool, deadline: Deadline, tally: Tally
+    origin: Origin, held: Sequence[Held], buffers: Buffers, *, proof: Proof, deadline: Deadline, tally: Tally
 ) -> Parameters:
-    """Each parameter once, complete, in memory that is the caller's from then on: to keep, or to give back to `buffers`.
+    """Each parameter once, complete, in memory from `buffers` that is the caller's from then on.
 
     `held` names sources as the version does. Beside what was given out, there is memory only for parameters that are not
-    complete yet and for the tensor that is being cut; a failure gives theirs back.
+    complete yet and for the tensor that is being cut. `proof` compares the tensors with their digests.
     """
     what = f"cutting {origin.manifest.version} from {origin.receiver.url}"
     entries = needed(origin, held)
     assembly = _Assembly(held, entries, buffers, partial(deadline.check, what))
-    try:
-        yield from assembly.without_boxes()
-        with closing(origin.wholes(entries, assembly, checksum=checksum, deadline=deadline, tally=tally)) as wholes:
-            for entry, tensor in wholes:
-                yield from assembly.add(entry.name, tensor)
-    finally:
-        assembly.close()
+    yield from assembly.without_boxes()
+    with closing(origin.wholes(entries, assembly, proof=proof, deadline=deadline, tally=tally)) as wholes:
+        for entry, tensor in wholes:
+            yield from assembly.add(entry.name, tensor)
+            del tensor  # its memory is for the next one
 
 
 class _Assembly:
@@ -96,16 +94,7 @@ class _Assembly:
         """Memory that a tensor is put together in."""
         return self._buffers.take(TensorSpec("bounce", DType.U8, (max(self._largest, entry.nbytes),)))
 
-    def give_back(self, memory: Bytes) -> None:
-        """It may be used for the next tensor."""
-        self._buffers.give([memory])
-
     def _memory(self, one: Held) -> Array:
         if one.spec.name not in self._open:
             self._open[one.spec.name] = self._buffers.take(one.spec, zeroed=padded(one))
         return self._open[one.spec.name]
-
-    def close(self) -> None:
-        """Take back the memory of what will not be completed."""
-        self._buffers.give(self._open.values())
-        self._open.clear()

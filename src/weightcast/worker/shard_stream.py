@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -13,11 +14,13 @@ from weightcast.clock import Deadline
 from weightcast.delta import State
 from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed
-from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher
-from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Piece, byte_blocks, flat_bytes
-from weightcast.transports.base import Receiver, StateReceiver
+from weightcast.tensors.digest import DEFAULT
+from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Piece, flat_bytes
+from weightcast.transports.base import MappedReceiver, Receiver, StateReceiver
 from weightcast.wire.manifest import Manifest, TensorEntry
-from weightcast.worker.staging import Coverage, received
+from weightcast.worker.hashing import COPY_NBYTES, RunningDigest
+from weightcast.worker.sealing import Expected
+from weightcast.worker.staging import Coverage, mapped, received
 
 Progress = Callable[[int, int], None]
 Wholes = Generator[tuple[TensorEntry, Array | None], None, None]
@@ -69,9 +72,6 @@ class Takers(Protocol):
     def bounce(self, entry: TensorEntry) -> Bytes:
         """Memory, at least of the tensor's size, that it can be put together in."""
 
-    def give_back(self, memory: Bytes) -> None:
-        """`bounce` memory that is not needed any more."""
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -90,116 +90,144 @@ class Origin:
             )
 
     def wholes(
-        self, entries: Mapping[str, TensorEntry], takers: Takers, *, checksum: bool, deadline: Deadline, tally: Tally
+        self, entries: Mapping[str, TensorEntry], takers: Takers, *, proof: Proof, deadline: Deadline, tally: Tally
     ) -> Wholes:
         """Each of these tensors once, when it is complete: whole, in memory that is borrowed until the next one is asked
         for; or None if all its takers wanted were runs of bytes, which they have by then.
 
-        With `checksum`, one that differs from its digest is left out, and the iterator ends in `DigestMismatch`, which
-        lists them all. Close it when leaving early.
+        One that differs from its digest is left out, and the iterator ends in `DigestMismatch`, which lists them all. It
+        does not end well before the source has confirmed what it lent. Close it when leaving early.
         """
         self.check_readable()
-        proof = _Proof(self, checksum=checksum)
+        arrivals = _Arrivals(entries, takers, proof, deadline, tally)
         for entry in entries.values():  # nothing is sent for a tensor without elements
-            if entry.nbytes == 0 and proof.holds(entry, proof.hasher()):
+            if entry.nbytes == 0 and proof.holds(entry, proof.running(), None, deadline):
                 yield entry, np.empty(entry.shape, dtype=entry.dtype.numpy)
         if self.manifest.base is not None and isinstance(self.receiver, StateReceiver):
             with self.receiver.opened_state(self.manifest, deadline=deadline) as state:
-                yield from _arrivals(_read(state, entries, deadline), entries, takers, proof, deadline, tally)
+                yield from arrivals.of(_read(state, entries, deadline))
+        elif isinstance(self.receiver, MappedReceiver) and self.receiver.holds(self.manifest):
+            with mapped(self.receiver, self.manifest, entries, deadline) as lying:
+                yield from arrivals.of(_walk(lying, deadline), lying)
         else:
-            pieces = received(self.receiver, self.manifest, Coverage(entries), deadline)
-            yield from _arrivals(pieces, entries, takers, proof, deadline, tally)
+            yield from arrivals.of(received(self.receiver, self.manifest, Coverage(entries), deadline))
         proof.conclude()
 
 
-class _Proof:
-    """Compares whole tensors with their digests and remembers those that are wrong."""
+class Proof:
+    """Compares the whole tensors of a version with their digests and remembers those that are wrong."""
 
     def __init__(self, origin: Origin, *, checksum: bool) -> None:
         self._where = f"version {origin.manifest.version} as received from {origin.receiver.url}"
         self._algorithm = (origin.manifest.algorithm or DEFAULT) if checksum else None
+        self._expected = Expected(origin.receiver, origin.manifest)
         self._wrong: list[tuple[str, str, str]] = []
+        self._unknown: dict[str, TensorEntry] = {}
 
-    def hasher(self) -> Hasher | None:
+    def running(self) -> RunningDigest | None:
         """What the bytes of one tensor are to be shown to; None if nobody checks."""
-        return Hasher(self._algorithm) if self._algorithm else None
+        return RunningDigest(self._algorithm) if self._algorithm else None
 
-    def holds(self, entry: TensorEntry, hasher: Hasher | None) -> bool:
-        """Whether the bytes that the hasher saw are those of the tensor."""
-        found = hasher.digest() if hasher else entry.digest
-        if found != entry.digest:
-            self._wrong.append((entry.name, entry.digest, found))
-        return found == entry.digest
+    def note(self, piece: Piece) -> None:
+        """A piece came, which may carry the digest of its tensor."""
+        self._expected.note(piece)
+
+    def holds(self, entry: TensorEntry, running: RunningDigest | None, memory: Bytes | None, deadline: Deadline) -> bool:
+        """Whether a tensor that is complete is what it must be. `memory` holds it, if not all was hashed as it came."""
+        if running is None:
+            return True
+        found = running.finish(memory, partial(deadline.check, f"hashing {entry.name}"))
+        wanted = self._expected.digest(entry)
+        if not wanted and not self._expected.sealed:
+            self._unknown[entry.name] = entry
+        elif found != wanted:
+            self._wrong.append((entry.name, wanted, found))
+        return found == wanted
 
     def conclude(self) -> None:
+        """Raise `DigestMismatch` listing all that were wrong, or `SourceFailed` if digests never came."""
         if self._wrong:
             raise DigestMismatch(self._where, self._wrong)
+        self._expected.complete(self._unknown)
+
+    def seal(self, entries: Mapping[str, TensorEntry], deadline: Deadline) -> Manifest:
+        """The manifest with the digests of what has come, which that of a live stream has only afterwards."""
+        return self._expected.seal(entries, deadline)
 
 
 class _Arriving:
     """One tensor on its way. Its bytes are hashed as they come, while they are in the cache, if they come in order.
 
-    They are kept whole only where somebody needs them whole: a taker, or the hasher once a piece came out of order.
+    They are kept whole only where somebody needs them whole: a taker, or the hasher once a piece came out of order. `lying`
+    is all of it where the source has it: then nothing has to be kept.
     """
 
-    def __init__(self, entry: TensorEntry, takers: Takers, hasher: Hasher | None) -> None:
-        self._entry, self._takers, self._hasher = entry, takers, hasher
+    def __init__(self, entry: TensorEntry, takers: Takers, running: RunningDigest | None, lying: Bytes | None) -> None:
+        self._entry, self._takers, self._running, self._lying = entry, takers, running, lying
         self._runs = takers.runs(entry)
-        self._whole = takers.bounce(entry) if self._runs is None else None
-        self._hashed = 0
+        self._kept = takers.bounce(entry) if self._runs is None and lying is None else None
 
     def add(self, piece: Piece) -> None:
         data = np.frombuffer(piece.data, dtype=np.uint8)
-        if self._hasher is not None and piece.offset == self._hashed:
-            self._hasher.update(piece.data)
-            self._hashed += len(data)
-        elif self._hasher is not None and self._whole is None:
-            self._whole = self._takers.bounce(self._entry)
-        if self._whole is not None:
-            self._whole[piece.offset : piece.offset + len(data)] = data
+        in_order = self._running is None or self._running.add(piece.offset, piece.data)
+        if not in_order and self._kept is None:
+            self._kept = self._takers.bounce(self._entry)
+        if self._kept is not None:
+            self._kept[piece.offset : piece.offset + len(data)] = data
         for run in self._runs or ():
             run.take(data, piece.offset)
 
-    def hasher(self, deadline: Deadline) -> Hasher | None:
-        """The hasher when it has seen everything, whatever order it came in."""
-        if self._hasher is not None and self._whole is not None:
-            for block in byte_blocks(self._whole[self._hashed : self._entry.nbytes], nbytes=4 * BLOCK_NBYTES):
-                self._hasher.update(block.data)
-                deadline.check(f"hashing {self._entry.name}")
-        return self._hasher
+    def holds(self, proof: Proof, deadline: Deadline) -> bool:
+        """Whether it is what it must be, now that everything has come."""
+        return proof.holds(self._entry, self._running, self._whole, deadline)
+
+    @property
+    def _whole(self) -> Bytes | None:
+        return self._kept[: self._entry.nbytes] if self._kept is not None else self._lying
 
     def array(self) -> Array | None:
         """The whole tensor, if a taker needs it so."""
         if self._whole is None or self._runs is not None:
             return None
-        return self._whole[: self._entry.nbytes].view(self._entry.dtype.numpy).reshape(self._entry.shape)
-
-    def close(self) -> None:
-        """Give back the memory for the whole tensor."""
-        whole, self._whole = self._whole, None
-        if whole is not None:
-            self._takers.give_back(whole)
+        return self._whole.view(self._entry.dtype.numpy).reshape(self._entry.shape)
 
 
-def _arrivals(
-    pieces: Arrivals, entries: Mapping[str, TensorEntry], takers: Takers, proof: _Proof, deadline: Deadline, tally: Tally
-) -> Wholes:
-    arriving: dict[str, _Arriving] = {}
-    try:
+@dataclass(frozen=True)
+class _Arrivals:
+    """The tensors that are on their way to their takers."""
+
+    entries: Mapping[str, TensorEntry]
+    takers: Takers
+    proof: Proof
+    deadline: Deadline
+    tally: Tally
+
+    def of(self, pieces: Arrivals, lying: Mapping[str, Bytes] | None = None) -> Wholes:
+        """Each tensor when its last piece is here, if it is what it must be."""
+        arriving: dict[str, _Arriving] = {}
         with closing(pieces):
             for piece, complete in pieces:
-                if piece.tensor not in arriving:
-                    arriving[piece.tensor] = _Arriving(entries[piece.tensor], takers, proof.hasher())
-                one = arriving[piece.tensor]
-                one.add(piece)
-                tally.add(len(piece.data))
+                name = piece.tensor
+                self.proof.note(piece)
+                if name not in arriving:
+                    there = None if lying is None else lying[name]
+                    arriving[name] = _Arriving(self.entries[name], self.takers, self.proof.running(), there)
+                arriving[name].add(piece)
+                self.tally.add(len(piece.data))
                 if complete:
-                    if proof.holds(entries[piece.tensor], one.hasher(deadline)):
-                        yield entries[piece.tensor], one.array()
-                    arriving.pop(piece.tensor).close()
-    finally:
-        for one in arriving.values():
-            one.close()
+                    one = arriving.pop(name)
+                    if one.holds(self.proof, self.deadline):
+                        yield self.entries[name], one.array()
+                    del one  # its memory is for the next one
+
+
+def _walk(lying: Mapping[str, Bytes], deadline: Deadline) -> Arrivals:
+    """Tensors that are here as if a transport had sent them, in pieces that fit into the cache."""
+    for name, flat in lying.items():
+        for start in range(0, len(flat), COPY_NBYTES):
+            deadline.check(f"reading {name} where it lies")
+            block = flat[start : start + COPY_NBYTES]
+            yield Piece(name, start, block.data), start + len(block) == len(flat)
 
 
 def _read(state: State, entries: Mapping[str, TensorEntry], deadline: Deadline) -> Arrivals:
@@ -214,12 +242,3 @@ def _read(state: State, entries: Mapping[str, TensorEntry], deadline: Deadline) 
             stop = min(start + step, lanes)
             data = flat_bytes(state.lanes(entry.name, start, stop)).data
             yield Piece(entry.name, start * width, data), stop == lanes
-
-
-def watched_digest(array: Array, algorithm: Algorithm, check: Callable[[], None]) -> str:
-    """The digest of an array; `check` is called every few milliseconds and may raise."""
-    hasher = Hasher(algorithm)
-    for block in byte_blocks(array, nbytes=4 * BLOCK_NBYTES):
-        hasher.update(block.data)
-        check()
-    return hasher.digest()

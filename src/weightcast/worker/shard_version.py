@@ -16,7 +16,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.shard_assembly import assembled
 from weightcast.worker.shard_layout import HeldVersion, Shards
-from weightcast.worker.shard_stream import Origin, untold
+from weightcast.worker.shard_stream import Origin, Proof, untold
 
 
 class ShardVersion:
@@ -90,14 +90,6 @@ class ShardVersion:
             return self._streamed(self._find_held(self._held, deadline), names, deadline)
         raise SourceFailed(f"what was cut from {self.url} is {self.shard.version}, not {manifest.version}.")
 
-    def recycle(self) -> None:
-        """Give the memory of the parameters back for the next cut. Only if no model adopted it: after a commit by copy, or
-        if there was none.
-        """
-        if self._arrays is not None:
-            self._buffers.give(self._arrays.values())
-        self.close()
-
     def close(self) -> None:
         """Let go of parameters and changes."""
         self._arrays = self._changes = None
@@ -114,15 +106,12 @@ class ShardVersion:
     def _streamed(self, origin: Origin, names: Collection[str] | None, deadline: Deadline) -> Generator[Piece, None, None]:
         held = [one for one in self._shards.named_as(origin.manifest) if names is None or one.spec.name in names]
         tally = untold()
-        with closing(
-            assembled(origin, held, self._buffers, checksum=False, deadline=deadline, tally=tally)
-        ) as parameters:  # proved by whoever writes them somewhere, against the digests of the parameters
+        proof = Proof(origin, checksum=False)  # whoever writes them somewhere compares the digests of the parameters
+        with closing(assembled(origin, held, self._buffers, proof=proof, deadline=deadline, tally=tally)) as parameters:
             for one, array in parameters:
-                try:
-                    if one.spec.nbytes:
-                        yield Piece(one.spec.name, 0, flat_bytes(array).data)
-                finally:
-                    self._buffers.give([array])
+                if one.spec.nbytes:
+                    yield Piece(one.spec.name, 0, flat_bytes(array).data)
+                del array  # its memory is for the next one
         self.nbytes += tally.nbytes
 
     def _find_held(self, held: HeldVersion, deadline: Deadline) -> Origin:

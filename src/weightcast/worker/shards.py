@@ -26,12 +26,13 @@ from weightcast.tensors.flat import Array
 from weightcast.transports.base import Receiver, StateReceiver
 from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
 from weightcast.worker.buffers import Buffers
+from weightcast.worker.hashing import watched_digest
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import plan_route
 from weightcast.worker.serving import Stopwatch
 from weightcast.worker.shard_assembly import assembled, needed
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
-from weightcast.worker.shard_stream import Origin, Progress, Tally, watched_digest
+from weightcast.worker.shard_stream import Origin, Progress, Proof, Tally
 from weightcast.worker.shard_version import ShardVersion
 
 __all__ = ["CutMode", "HeldVersion", "Shape", "ShardVersion", "Shards", "cut"]
@@ -70,6 +71,11 @@ def cut(
     """
     if mode not in _MODES:
         raise InvalidInput(f"unknown commit mode {mode!r}: choose one of {', '.join(_MODES)}.")
+    if mode == "inplace" and not manifest.sealed:
+        raise InvalidInput(
+            f"version {manifest.version} is a live stream, which can be read once, and slices that are committed in place "
+            "are read twice: to be proved, and to be written. Publish it held, or commit by copy or swap."
+        )
     shards.check(manifest)
     memory = Buffers(_INPLACE_NBYTES) if mode == "inplace" or buffers is None else buffers
     job = _Cut(Origin(receiver, manifest), shards, held, checksum, deadline, progress, memory, restore)
@@ -112,13 +118,11 @@ class _Cut:
         self.origin.check_readable()
         held = self.shards.named_as(self.origin.manifest)
         tally = Tally(sum(entry.nbytes for entry in needed(self.origin, held).values()), self.progress)
-        arrays: dict[str, Array] = {}
-        try:
-            digests = self._digests(held, tally, arrays if keep else None)
-        except BaseException:
-            self.buffers.give(arrays.values())
-            raise
-        return self._version(self._manifest(digests), tally, arrays=arrays if keep else None)
+        arrays: dict[str, Array] | None = {} if keep else None
+        proof = Proof(self.origin, checksum=self.checksum)
+        digests = self._digests(held, tally, arrays, proof)
+        full = proof.seal(needed(self.origin, held), self.deadline)
+        return self._version(full, self._manifest(digests), tally, arrays=arrays)
 
     def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
         """The changes of all parameters. Digests follow from the full new state, for parameters that it changes."""
@@ -135,10 +139,11 @@ class _Cut:
         reads = sum(entry.nbytes for entry in needed(self.origin, touched).values())
         tally = Tally(payloads + reads, self.progress)
         tally.add(payloads)
-        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._digests(touched, tally, None)
+        proof = Proof(self.origin, checksum=self.checksum)
+        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._digests(touched, tally, None, proof)
         shard = self._manifest(digests, base=before.shard)
         changes = replace(changes, base_root=before.shard.root_digest, new_root=shard.root_digest)
-        return self._version(shard, tally, changes=changes)
+        return self._version(manifest, shard, tally, changes=changes)
 
     def _sliced(self, delta: Delta, held: Sequence[Held]) -> Delta:
         """What the parameters take of a delta, one after the other."""
@@ -148,22 +153,19 @@ class _Cut:
             self.deadline.check(f"slicing the deltas to {self.origin.manifest.version}")
         return Delta({one.spec.name: one.spec for one in held}, tensors)
 
-    def _digests(self, held: Sequence[Held], tally: Tally, kept: dict[str, Array] | None) -> dict[str, str]:
+    def _digests(self, held: Sequence[Held], tally: Tally, kept: dict[str, Array] | None, proof: Proof) -> dict[str, str]:
         """The digests of parameters as they are put together. They go into `kept`, or back to the buffers."""
         algorithm = self.origin.manifest.algorithm or DEFAULT
         check = partial(self.deadline.check, f"hashing the parameters of {self.origin.manifest.version}")
         digests: dict[str, str] = {}
         with closing(
-            assembled(self.origin, held, self.buffers, checksum=self.checksum, deadline=self.deadline, tally=tally)
+            assembled(self.origin, held, self.buffers, proof=proof, deadline=self.deadline, tally=tally)
         ) as parameters:
             for one, array in parameters:
+                digests[one.spec.name] = watched_digest(array, algorithm, check)
                 if kept is not None:
                     kept[one.spec.name] = array
-                try:
-                    digests[one.spec.name] = watched_digest(array, algorithm, check)
-                finally:
-                    if kept is None:
-                        self.buffers.give([array])
+                del array  # its memory is for the next one
         return digests
 
     def _manifest(self, digests: Mapping[str, str], base: Manifest | None = None) -> Manifest:
@@ -184,10 +186,16 @@ class _Cut:
         )
 
     def _version(
-        self, shard: Manifest, tally: Tally, *, arrays: dict[str, Array] | None = None, changes: Delta | None = None
+        self,
+        full: Manifest,
+        shard: Manifest,
+        tally: Tally,
+        *,
+        arrays: dict[str, Array] | None = None,
+        changes: Delta | None = None,
     ) -> ShardVersion:
         return ShardVersion(
-            self.origin, shard, self.shards, self.buffers,
+            Origin(self.origin.receiver, full), shard, self.shards, self.buffers,
             held=self.held, restore=self.restore, arrays=arrays, changes=changes, nbytes=tally.nbytes,
         )  # fmt: skip
 

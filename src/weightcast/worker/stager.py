@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed
 from weightcast.transports.base import Provider, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.delta import DeltaCommit, DeltaSwapCommit, Spare
 from weightcast.worker.commits.inplace import Stream, StreamedCommit
 from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 class Prepared:
     """A commit that is ready to be applied, and what it took to get there."""
 
+    manifest: Manifest
     plan: Plan
     commit: StagedCommit
     mode: CommitMode
@@ -38,13 +41,18 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Stager:
-    """Stages one update. `checksum` False takes payloads on trust; that they are complete and fit is always checked."""
+    """Stages one update. `checksum` False takes payloads on trust; that they are complete and fit is always checked.
+
+    Memory for tensors comes from `buffers`, so that it is warm. `threads` copy out of shared memory.
+    """
 
     receiver: Receiver
     parts: Sequence[CapturedPart]
     rules: FitRules
     checksum: bool
     deadline: Deadline
+    buffers: Buffers
+    threads: int = 1
     tick: Tick = silent
 
     def stage(
@@ -104,20 +112,26 @@ class Stager:
         stage_s = watch.lap()
         commit: StagedCommit
         if mode == "swap":
-            commit = DeltaSwapCommit(plan, route.manifest, delta, checksum=self.checksum, spare=take_spare(), tick=self.tick)
+            commit = DeltaSwapCommit(
+                plan, route.manifest, delta,
+                checksum=self.checksum, spare=take_spare(), buffers=self.buffers, tick=self.tick,
+            )  # fmt: skip
         else:
             commit = DeltaCommit(plan, route.manifest, delta, checksum=self.checksum, tick=self.tick)
         commit.prepare(self.deadline)
         done: CommitMode = "swap" if mode == "swap" else "delta"
-        return Prepared(plan, commit, done, deltas.nbytes, stage_s, watch.lap())
+        return Prepared(route.manifest, plan, commit, done, deltas.nbytes, stage_s, watch.lap())
 
     def _from_full(self, route: Route, plan: Plan, mode: CommitMode) -> Prepared:
         watch = Stopwatch()
-        full = route.full or route.manifest
+        manifest, full = route.manifest, route.full or route.manifest
         staging, nbytes = self._filled(full, full.transfers() if route.deltas else plan.entries)
         deltas = self._fetch(route.deltas)
         stage_s = watch.lap()
         verified = staging.verify(full, checksum=self.checksum, deadline=self.deadline)
+        if not full.sealed:  # a stream: what it was is known now
+            manifest = full = staging.seal(full, self.deadline)
+            plan = plan_update(full, self.parts, self.rules, swap=mode == "swap")
         if deltas:
             deltas.move(staging.arrays, route.manifest.version, self.deadline)
             wanted = Staging(plan.entries, {name: staging.arrays[name] for name in plan.entries})
@@ -128,30 +142,34 @@ class Stager:
             log.info(
                 "stage version=%s mode=%s asked=%s: there is no delta from what the model holds", full.version, done, mode
             )
-        commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified, tick=self.tick)
+        commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified, self.buffers, tick=self.tick)
         commit.prepare(self.deadline)
-        return Prepared(plan, commit, done, nbytes + deltas.nbytes, stage_s + watch.lap(), verify_s)
+        return Prepared(manifest, plan, commit, done, nbytes + deltas.nbytes, stage_s + watch.lap(), verify_s)
 
     def _filled(self, full: Manifest, entries: Mapping[str, TensorEntry]) -> tuple[Staging, int]:
         """Memory with these tensors of a full version in it, and how many bytes were fetched for it."""
         if isinstance(self.receiver, Provider):
             return provided(entries, self.receiver.arrays(full), self.receiver.url), 0
-        staging = Staging(entries)
-        staging.fill(self.receiver, full, self.deadline)
+        ours = {slot.spec.nbytes for part in self.parts for slot in part.slots}
+        known = all(entry.nbytes in ours for entry in entries.values())  # other sizes would only pile up in the buffers
+        staging = Staging(entries, buffers=self.buffers if known else None)
+        staging.fill(self.receiver, full, self.deadline, threads=self.threads)
         return staging, staging.nbytes
 
     def _streamed(self, route: Route, plan: Plan, served: Served | None, *, whole: bool) -> Prepared:
         """A commit that will fetch the full version when it is applied. Only the deltas are fetched now."""
         watch = Stopwatch()
+        self.buffers.clear()  # whoever commits in place is short of memory
         stream = self._stream(route, plan)
         self.deadline.check(f"finding the way to {route.manifest.version}")
         back = (lambda: self._stream_back(served)) if served is not None else None
         commit = StreamedCommit(plan, stream, whole=whole, back=back)
-        return Prepared(plan, commit, "inplace", stream.nbytes, watch.lap())
+        return Prepared(route.manifest, plan, commit, "inplace", stream.nbytes, watch.lap())
 
     def _stream(self, route: Route, plan: Plan) -> Stream:
         full = route.full or route.manifest
-        base_plan = plan_update(full, self.parts, self.rules, swap=False) if route.deltas else plan
+        replan = partial(plan_update, parts=self.parts, rules=self.rules, swap=False)
+        base_plan = replan(full) if route.deltas else plan
         deltas = self._fetch(route.deltas)
         if not deltas.fits(base_plan, full):
             raise InvalidInput(
@@ -159,7 +177,7 @@ class Stager:
                 "decoded in place. Commit by copy, or publish deltas with packing 'gaps'."
             )
         return Stream(
-            self.receiver, full, base_plan, route.manifest, plan, deltas, self.checksum, self.deadline, self.tick
+            self.receiver, full, base_plan, route.manifest, plan, deltas, self.checksum, self.deadline, replan, self.tick
         )  # fmt: skip
 
     def _stream_back(self, served: Served) -> Stream:

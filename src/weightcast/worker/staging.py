@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Collection, Generator, Mapping
-from contextlib import closing
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from weightcast.clock import Deadline
 from weightcast.errors import DigestMismatch, SourceFailed
-from weightcast.tensors.digest import DEFAULT, bytes_digest
+from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array, Bytes, Piece, empty, flat_bytes
-from weightcast.transports.base import Receiver
+from weightcast.transports.base import MappedReceiver, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.worker.buffers import Buffers
+from weightcast.worker.hashing import RunningDigest, copy_all, copy_hashed
+from weightcast.worker.sealing import Expected
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ def received(
     with closing(receiver.pieces(manifest, deadline=deadline, names=wanted)) as pieces:
         for piece in pieces:
             yield piece, coverage.add(piece)
+            del piece  # the sender may have use for its memory
             deadline.check(f"receiving {manifest.version} from {receiver.url}")
     coverage.check_complete()
 
@@ -90,39 +96,86 @@ def received(
 class Staging:
     """Host memory for the tensors of one update, filled while the model goes on serving."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array] | None = None) -> None:
-        """`arrays` are tensors that are here already and only have to be proved."""
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        arrays: Mapping[str, Array] | None = None,
+        *,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """`arrays` are tensors that are here already and only have to be proved. Memory comes from `buffers`, if given."""
         self._entries = entries
-        self.arrays = dict(arrays) if arrays is not None else {name: empty(entry.spec) for name, entry in entries.items()}
+        make = empty if buffers is None else buffers.take
+        self.arrays = dict(arrays) if arrays is not None else {name: make(entry.spec) for name, entry in entries.items()}
         self._flat: dict[str, Bytes] = {name: flat_bytes(array) for name, array in self.arrays.items()}
+        self._running: dict[str, RunningDigest] = {}
+        self._expected: Expected | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self._entries.values())
 
-    def fill(self, receiver: Receiver, manifest: Manifest, deadline: Deadline) -> None:
-        """Receive everything. The source may reuse its buffers at once: the bytes are copied here."""
+    def fill(self, receiver: Receiver, manifest: Manifest, deadline: Deadline, *, threads: int = 1) -> None:
+        """Receive everything. The source may reuse its buffers at once: the bytes are copied here, and hashed where they
+        were copied to, while they are in the cache. `threads` copy what lies in shared memory.
+        """
+        self._expected = expected = Expected(receiver, manifest)
+        self._running = running = {name: RunningDigest(manifest.algorithm or DEFAULT) for name in self._entries}
+        check = partial(deadline.check, f"receiving {manifest.version} from {receiver.url}")
+        if isinstance(receiver, MappedReceiver) and receiver.holds(manifest):
+            with mapped(receiver, manifest, self._entries, deadline) as sources:
+                copy_all(sources, self._flat, running, check, threads)
+            return
         with closing(received(receiver, manifest, Coverage(self._entries), deadline)) as pieces:
             for piece, _ in pieces:
-                end = piece.offset + len(piece.data)
-                self._flat[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
+                expected.note(piece)
+                data, name = np.frombuffer(piece.data, dtype=np.uint8), piece.tensor
+                copy_hashed(data, self._flat[name], piece.offset, running[name], check)
 
     def verify(self, manifest: Manifest, *, checksum: bool, deadline: Deadline | None = None) -> Verified:
-        """Prove the bytes as they lie in staging memory. Without `checksum` their digests are only taken."""
-        algorithm = manifest.algorithm or DEFAULT
+        """Prove the bytes as they lie in staging memory. Without `checksum` their digests are only taken.
+
+        What was hashed as it came is not read again.
+        """
+        deadline = deadline or Deadline.after(math.inf)
+        check = partial(deadline.check, f"verifying {manifest.version}")
         digests: dict[str, str] = {}
         for name, flat in self._flat.items():
-            digests[name] = bytes_digest(flat.data, algorithm)
-            if deadline is not None:
-                deadline.check(f"verifying {manifest.version}")
+            running = self._running.pop(name, None) or RunningDigest(manifest.algorithm or DEFAULT)
+            digests[name] = running.finish(flat, check)
+            check()
         if checksum:
-            check_digests(f"version {manifest.version} as received", self._entries, digests)
+            entries = self._entries if self._expected is None else self._expected.complete(self._entries)
+            check_digests(f"version {manifest.version} as received", entries, digests)
         return Verified(arrays=self.arrays, digests=digests)
+
+    def seal(self, manifest: Manifest, deadline: Deadline) -> Manifest:
+        """The manifest of what was filled in, with all digests: that of a stream is complete only afterwards."""
+        return manifest if self._expected is None else self._expected.seal(self._entries, deadline)
+
+
+@contextmanager
+def mapped(
+    receiver: MappedReceiver, manifest: Manifest, entries: Mapping[str, TensorEntry], deadline: Deadline
+) -> Iterator[dict[str, Bytes]]:
+    """The bytes of tensors where they lie, by name; those without any are left out. `SourceFailed` lists what is wrong."""
+    wanted = {name: entry for name, entry in entries.items() if entry.nbytes}
+    names = wanted.keys() if len(entries) < len(manifest.tensors) else None
+    with receiver.mapped(manifest, deadline=deadline, names=names) as arrays:
+        _check_given(wanted, arrays, receiver.url)
+        yield {name: flat_bytes(arrays[name]) for name in wanted}
 
 
 def provided(entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array], url: str) -> Staging:
     """Tensors that a provider has in memory, as they are. `SourceFailed` lists all that differ from their entries."""
+    _check_given(entries, arrays, url, writeable=True)
+    return Staging(entries, {name: arrays[name] for name in entries})
+
+
+def _check_given(
+    entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array], url: str, *, writeable: bool = False
+) -> None:
     wrong = []
     for name, entry in entries.items():
         array = arrays.get(name)
@@ -130,11 +183,10 @@ def provided(entries: Mapping[str, TensorEntry], arrays: Mapping[str, Array], ur
             wrong.append(f"{name} is missing")
         elif (array.dtype, array.shape) != (entry.dtype.numpy, entry.shape):
             wrong.append(f"{name} is {array.dtype}{list(array.shape)}, not {entry.spec.describe()}")
-        elif not (array.flags.c_contiguous and array.flags.writeable):
+        elif not array.flags.c_contiguous or (writeable and not array.flags.writeable):
             wrong.append(f"{name} is not contiguous or cannot be written to")
     if wrong:
         raise SourceFailed(f"{url} gave other tensors than its manifest says: {'; '.join(wrong)}.")
-    return Staging(entries, {name: arrays[name] for name in entries})
 
 
 def check_digests(where: str, entries: Mapping[str, TensorEntry], found: Mapping[str, str]) -> None:

@@ -281,6 +281,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: tuple[str, str] | None = None
 
 
+class Vote(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank has staged a version: the result of `Stage`. `nbytes` were fetched.
+
+    `roots` are the root digests of the versions that it took from live streams, which have none before their end.
+    """
+
+    nbytes: int
+    roots: tuple[str, ...] = ()
+
+
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's commit. `pause_s` is how long it could not compute."""
 

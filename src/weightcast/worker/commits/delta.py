@@ -13,7 +13,8 @@ from weightcast.delta.memory import LaneMemory
 from weightcast.delta.states import tensor_digest
 from weightcast.tensors.digest import DEFAULT, array_digest
 from weightcast.wire.manifest import Manifest
-from weightcast.worker.commits.staged import StagedCommit, Tick, prove_slots, silent
+from weightcast.worker.buffers import Buffers
+from weightcast.worker.commits.staged import StagedCommit, Tick, copied, prove_slots, silent
 from weightcast.worker.deltas import live_state
 from weightcast.worker.fit import Plan
 from weightcast.worker.staging import check_digests
@@ -84,7 +85,7 @@ class Spare:
 class DeltaSwapCommit(StagedCommit):
     """Brings spare buffers up to date while the model serves, and switches to them.
 
-    `spare` are the buffers of the version before, which take both deltas folded; without it they are copied once.
+    `spare` are those of the version before, which take both deltas folded; without it they are copied once, into `buffers`.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class DeltaSwapCommit(StagedCommit):
         *,
         checksum: bool,
         spare: Spare | None,
+        buffers: Buffers,
         tick: Tick = silent,
     ) -> None:
         super().__init__(plan, tick=tick)
         self._manifest, self._delta, self._checksum, self._spare = manifest, delta, checksum, spare
+        self._buffers = buffers
         self._new: list[object] = []
         self._former: dict[int, object] = {}
 
@@ -110,7 +113,7 @@ class DeltaSwapCommit(StagedCommit):
             self._new = [spare.memory(slot) for slot in slots]
             folded = fold(spare.lead, self._delta)
         else:
-            self._new = [slot.make(slot.live().copy(order="C")) for slot in slots]
+            self._new = [slot.make(copied(slot, slot.live(), self._buffers)) for slot in slots]
             folded = self._delta
         algorithm = self._manifest.algorithm or DEFAULT
         found: dict[str, str] = {}

@@ -18,15 +18,19 @@ from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.commits.staged import StagedCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain
 from weightcast.worker.fit import Plan
+from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, check_digests, received
 from weightcast.worker.targets.base import Slot
+
+Replan = Callable[[Manifest], Plan]
 
 
 @dataclass
 class Stream:
     """A full version, `base`, and the deltas from it to `manifest`, written over the live weights as they come.
 
-    `base_plan` and `plan` say where their tensors go. `touched` tells whether live bytes have been overwritten.
+    `base_plan` and `plan` say where their tensors go. `touched` tells whether live bytes have been overwritten. A live
+    stream gets its digests as it comes: `manifest` and `plan` have them when it has ended.
     """
 
     receiver: Receiver
@@ -37,6 +41,7 @@ class Stream:
     deltas: DeltaChain
     checksum: bool
     deadline: Deadline
+    replan: Replan
     tick: Tick = silent
     touched: bool = False
     _adopted: list[Slot] = field(default_factory=list)
@@ -52,9 +57,14 @@ class Stream:
         contiguous takes a detour through memory of its own size; extra memory is otherwise only the transport's.
         """
         self._bounce.clear()
-        digests = self._receive()
+        expected = Expected(self.receiver, self.base)
+        digests = self._receive(expected)
         if self.checksum:
-            check_digests(f"version {self.base.version} in the live model", self.base_plan.entries, digests)
+            entries = expected.complete(self.base_plan.entries)
+            check_digests(f"version {self.base.version} in the live model", entries, digests)
+        if not self.base.sealed:
+            self.base = self.manifest = expected.seal(self.base_plan.entries, self.deadline)
+            self.base_plan = self.plan = self.replan(self.manifest)
         if self.deltas:
             self._scatter()
 
@@ -65,23 +75,25 @@ class Stream:
             self._adopted.pop()
             self.tick()
 
-    def _receive(self) -> dict[str, str]:
+    def _receive(self, expected: Expected) -> dict[str, str]:
         entries, slots = self.base_plan.entries, self.base_plan.slots()
         digests: dict[str, str] = {}
         for name, entry in entries.items():
             if entry.nbytes == 0:
-                self._finish(entry, slots[name], digests)
+                self._finish(entry, slots[name], expected, digests)
         into: dict[str, Bytes] = {}
         with closing(received(self.receiver, self.base, Coverage(entries), self.deadline)) as pieces:
             for piece, complete in pieces:
-                if piece.tensor not in into:
-                    into[piece.tensor] = self._destination(entries[piece.tensor], slots[piece.tensor][0])
-                end = piece.offset + len(piece.data)
-                into[piece.tensor][piece.offset : end] = np.frombuffer(piece.data, dtype=np.uint8)
+                name = piece.tensor
+                expected.note(piece)
+                if name not in into:
+                    into[name] = self._destination(entries[name], slots[name][0])
+                into[name][piece.offset : piece.offset + len(piece.data)] = np.frombuffer(piece.data, dtype=np.uint8)
+                del piece  # the sender may have use for its memory
                 self.tick()
                 if complete:
-                    del into[piece.tensor]
-                    self._finish(entries[piece.tensor], slots[piece.tensor], digests)
+                    del into[name]
+                    self._finish(entries[name], slots[name], expected, digests)
         return digests
 
     def _scatter(self) -> None:
@@ -93,7 +105,7 @@ class Stream:
             if change is not None:
                 self.touched = True
                 move_tensor(landing.slot.lanes(), change)
-            self._digest(landing.slot, landing.entry, algorithm, digests)
+            self._digest(landing.slot, landing.entry.name, landing.entry.digest, algorithm, digests)
         if self.checksum:
             check_digests(f"version {self.manifest.version} in the live model", self.plan.entries, digests)
 
@@ -107,7 +119,7 @@ class Stream:
         self._bounce[entry.name] = empty(entry.spec)  # the slot is filled when the tensor is complete
         return flat_bytes(self._bounce[entry.name])
 
-    def _finish(self, entry: TensorEntry, slots: list[Slot], digests: dict[str, str]) -> None:
+    def _finish(self, entry: TensorEntry, slots: list[Slot], expected: Expected, digests: dict[str, str]) -> None:
         bounced = self._bounce.pop(entry.name, None)
         if bounced is not None:
             slots[0].write(bounced)
@@ -117,16 +129,16 @@ class Stream:
             if slot is not slots[0]:
                 self.touched = True
                 slot.write(np.ascontiguousarray(slots[0].live()))
-            self._digest(slot, entry, self.base.algorithm or DEFAULT, digests)
+            self._digest(slot, entry.name, expected.digest(entry), self.base.algorithm or DEFAULT, digests)
 
     def _adopt(self, slot: Slot) -> None:
         self._adopted.append(slot)
         slot.install(slot.make(empty(slot.spec)))
 
-    def _digest(self, slot: Slot, entry: TensorEntry, algorithm: Algorithm, digests: dict[str, str]) -> None:
+    def _digest(self, slot: Slot, name: str, wanted: str, algorithm: Algorithm, digests: dict[str, str]) -> None:
         found = array_digest(slot.live(), algorithm)
-        if found != entry.digest or entry.name not in digests:  # of several slots, the one that is wrong counts
-            digests[entry.name] = found
+        if found != wanted or name not in digests:  # of several slots, the one that is wrong counts
+            digests[name] = found
         self.tick()
 
 
@@ -155,6 +167,7 @@ class StreamedCommit(StagedCommit):
     def apply(self) -> None:
         """Stream everything and prove it in place."""
         self._stream.run()
+        self.sealed = self._stream.manifest, self._stream.plan
 
     def prove(self) -> None:
         """It was proved as it came."""

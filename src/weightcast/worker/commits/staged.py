@@ -5,10 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from weightcast.clock import Deadline
 from weightcast.errors import DigestMismatch
 from weightcast.tensors.digest import algorithm_of, array_digest
 from weightcast.tensors.flat import Array
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.buffers import Buffers
 from weightcast.worker.fit import Landing, Plan
 from weightcast.worker.staging import Verified
 from weightcast.worker.targets.base import Slot
@@ -28,6 +32,9 @@ class StagedCommit(ABC):
 
     # Whether undoing needs nothing but what the commit holds. If not, it may take long, and fail with the source.
     undoes_alone = True
+
+    # What a commit that learned of it only by applying it is a commit of: a stream has its digests at its end.
+    sealed: tuple[Manifest, Plan] | None = None
 
     def __init__(self, plan: Plan, *, tick: Tick = silent) -> None:
         self._plan, self._tick = plan, tick
@@ -85,12 +92,19 @@ def prove_slots(where: str, expected: Iterable[tuple[Slot, str]], tick: Tick = s
         raise DigestMismatch(where, wrong)
 
 
-class WholeCommit(StagedCommit):
-    """A commit of whole tensors that were staged and verified."""
+def copied(slot: Slot, elements: Array, buffers: Buffers) -> Array:
+    """A copy of a slot's elements, whatever their strides, in contiguous memory that comes back to `buffers` by itself."""
+    copy, width = buffers.take(slot.spec), f"u{slot.spec.dtype.itemsize}"
+    np.copyto(copy.view(width), elements.view(width))
+    return copy
 
-    def __init__(self, plan: Plan, verified: Verified, *, tick: Tick = silent) -> None:
+
+class WholeCommit(StagedCommit):
+    """A commit of whole tensors that were staged and verified. What it copies beside the model lies in `buffers`."""
+
+    def __init__(self, plan: Plan, verified: Verified, buffers: Buffers, *, tick: Tick = silent) -> None:
         super().__init__(plan, tick=tick)
-        self._verified = verified
+        self._verified, self._buffers = verified, buffers
         self._given: set[str] = set()
 
     def prove(self) -> None:
@@ -112,7 +126,7 @@ class WholeCommit(StagedCommit):
         """Memory for the slot to keep: the first slot of a tensor may get the staged array, further ones get copies."""
         staged = self._verified.arrays[landing.entry.name]
         if landing.entry.name in self._given:
-            staged = staged.copy()
+            staged = copied(landing.slot, staged, self._buffers)
         self._given.add(landing.entry.name)
         return landing.slot.make(staged)
 
@@ -142,7 +156,7 @@ class CopyCommit(WholeCommit):
         if not slot.resident:
             made = self._made_for(landing)
             return lambda: self._install(slot, made)
-        data, before = self._verified.arrays[landing.entry.name], slot.live().copy()
+        data, before = self._verified.arrays[landing.entry.name], copied(slot, slot.live(), self._buffers)
         return lambda: self._overwrite(slot, data, before)
 
     def _overwrite(self, slot: Slot, data: Array, before: Array) -> None:

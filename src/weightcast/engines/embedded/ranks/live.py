@@ -9,7 +9,7 @@ from typing import Any
 
 from weightcast.clock import Deadline
 from weightcast.engines.base import RankWeights
-from weightcast.engines.embedded.messages import Commit, Committed, Digest, Stage
+from weightcast.engines.embedded.messages import Commit, Committed, Digest, Stage, Vote
 from weightcast.engines.embedded.ranks.group import RankGroup
 from weightcast.engines.embedded.ranks.jobs import Jobs, Progress
 from weightcast.engines.embedded.ranks.part import Fetched, Part
@@ -73,7 +73,7 @@ class LiveWeights:
         cancelled = self._cancelled = threading.Event()
         self._jobs.start(number, lambda progress: self._stage(action, cancelled, progress), polite=self.whole)
 
-    def _stage(self, action: Stage, cancelled: threading.Event, progress: Progress) -> dict[str, Any]:
+    def _stage(self, action: Stage, cancelled: threading.Event, progress: Progress) -> Vote:
         deadline = Deadline.after(action.timeout_s, cancelled=cancelled)
         coming: list[tuple[Part, Fetched]] = []
         staged: list[Part] = []
@@ -102,7 +102,8 @@ class LiveWeights:
             raise
         if cancelled.is_set():  # it was, after the last look
             self.abandon(action.update)
-        return {"nbytes": sum(fetched.version.nbytes for _, fetched in coming)}
+        roots = sorted({fetched.root for _, fetched in coming if fetched.root})
+        return Vote(nbytes=sum(fetched.version.nbytes for _, fetched in coming), roots=tuple(roots))
 
     def abandon(self, update: str) -> None:
         """Stop staging, or drop what was staged."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +20,8 @@ from weightcast.engines.embedded.model.weights import declared_weights
 from weightcast.errors import CommitFailed, WrongState
 from weightcast.tensors.bridges import torch_bridge
 from weightcast.tensors.digest import Algorithm, array_digest
-from weightcast.transports.base import Receiver
+from weightcast.transports.base import MappedReceiver, Receiver
+from weightcast.transports.kept import KeptReceiver
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
@@ -34,29 +37,31 @@ Mode = Literal["auto", "copy", "swap", "inplace", "delta"]
 
 @dataclass
 class Fetched:
-    """This rank's slices of a version, verified, and what has to be closed after it."""
+    """This rank's slices of a version, verified, and what has to be closed after it.
+
+    `root` is the root digest of the whole version if that was not known before it was fetched.
+    """
 
     version: ShardVersion
     source: str
     commit: Mode
-    receivers: tuple[Receiver, ...]
+    release: Callable[[], None]
     proved: bool
     stage_s: float
+    root: str = ""
 
     def close(self) -> None:
-        """Let go of the slices and of the source."""
+        """Let go of the slices, and of the source if it is still open for them."""
         self.version.close()
-        for receiver in self.receivers:
-            receiver.close()
+        self.release()
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A version on its way into the model. `adopted`: the model had no memory and takes over that of the slices."""
+    """A version on its way into the model."""
 
     fetched: Fetched
     staged: StagedUpdate
-    adopted: bool
 
     @property
     def version(self) -> ShardVersion:
@@ -67,6 +72,12 @@ def _way(held: HeldVersion | None, manifest: Manifest, asked: Mode) -> Mode:
     """A delta on what the model holds needs no memory to stage in, so `inplace` takes it as such."""
     ours = held is not None and manifest.base is not None and manifest.base.root_digest == held.full.root_digest
     return "delta" if asked == "inplace" and ours else asked
+
+
+def _ask_again(manifest: Manifest, deadline: Deadline, receiver: Receiver) -> None:
+    """See whether the other end of a connection that was kept is still there; other sources are found out by reading."""
+    if isinstance(receiver, MappedReceiver):
+        receiver.manifest(manifest.version, deadline=deadline)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -91,8 +102,9 @@ class Part:
     ) -> None:
         self.name = name
         self._model, self._rank, self._names = model, rank, names
-        self._live = LiveModel(model, rank=rank, ranks=ranks, device=device, tick=tick)
         self._buffers = Buffers()
+        self._live = LiveModel(model, rank=rank, ranks=ranks, device=device, tick=tick, buffers=self._buffers)
+        self._kept = KeptReceiver()
         self._coming: _Coming | None = None
         self._before: HeldVersion | None = None
         self.held: HeldVersion | None = None
@@ -126,42 +138,40 @@ class Part:
         manifest = msgspec.json.decode(feed.manifest, type=Manifest)
         others = [name for name in manifest.by_name() if feed.names and not _matches(name, feed.names)]
         shards = shards_of(self._model, names=feed.names, ignore=(*feed.ignore, *others))
-        receiver = open_receiver(feed.source, rank=self._rank)
-        opened = [receiver]
-        try:
+        use, _ = self._kept.open(feed.source, rank=self._rank, ask=partial(_ask_again, manifest, deadline))
+        with ExitStack() as opened:
+            receiver = opened.enter_context(use)
             restore = None
             if action.commit == "inplace" and held is not None and held.source != feed.source:
-                restore = open_receiver(held.source, rank=self._rank)
-                opened.append(restore)
+                restore = opened.enter_context(closing(open_receiver(held.source, rank=self._rank)))
             version = cut(
                 receiver, manifest, shards,
                 held=held, mode=_way(held, manifest, action.commit), checksum=action.verify_checksum, deadline=deadline,
                 progress=progress, buffers=self._buffers, restore=restore,
             )  # fmt: skip
-        except BaseException:
-            for one in opened:
-                one.close()
-            raise
+            later = ExitStack()
+            if action.commit == "inplace":  # the slices are streamed from there when they are committed, and not before
+                opened.callback(use.drop)
+                later = opened.pop_all()
+        root = "" if manifest.sealed else version.full.root_digest
         seconds = time.monotonic() - began
-        return Fetched(version, feed.source, action.commit, tuple(opened), action.verify_checksum, seconds)
+        return Fetched(version, feed.source, action.commit, later.close, action.verify_checksum, seconds, root)
 
     def stage(self, fetched: Fetched, deadline: Deadline) -> None:
         """Make everything ready for `enter`, beside the live model."""
         began, version = time.monotonic(), fetched.version
         asked: CommitMode = "copy" if fetched.commit == "auto" else fetched.commit
         mode: CommitMode = "delta" if version.by_delta and asked != "swap" else asked
-        adopted = self.held is None
         # Always verified: the slices have digests of their own.
         staged = self._live.stage(version.shard.version, source=version, commit=mode, deadline=deadline)
         fetched.stage_s += time.monotonic() - began
-        self._coming = _Coming(fetched, staged, adopted)
+        self._coming = _Coming(fetched, staged)
 
     def abandon(self) -> None:
         """Drop what was staged. Safe if nothing was."""
         coming, self._coming = self._coming, None
         if coming is not None:
             self._live.abandon(coming.staged)
-            coming.version.recycle()
             coming.fetched.close()
 
     def enter(self) -> None:
@@ -189,8 +199,6 @@ class Part:
                 self.held,
                 HeldVersion(version.full, version.shard, coming.fetched.source, proved=coming.fetched.proved),
             )
-            if result.mode == "copy" and not coming.adopted:
-                coming.version.recycle()
             self._drop()
             result = replace(result, bytes=version.nbytes, stage_s=coming.fetched.stage_s, source=coming.fetched.source)
         return result
@@ -220,9 +228,9 @@ class Part:
         self.held, self._before = self._before, None
 
     def clear(self) -> None:
-        """Free the memory of the weights, and prove that."""
+        """Free the memory of the weights, and prove that. The connection to a source that was kept is ended too."""
         self.held = self._before = None
-        self._buffers.clear()
+        self._kept.close()
         self._live.clear()
 
     def _forget_if_torn(self) -> None:

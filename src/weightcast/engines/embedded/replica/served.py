@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -16,13 +16,15 @@ import msgspec
 
 from weightcast.clock import Deadline
 from weightcast.engines.base import TransferMode
-from weightcast.errors import DeadlineExceeded, InvalidInput, NotFound
+from weightcast.engines.embedded.messages import Vote
+from weightcast.errors import DeadlineExceeded, InvalidInput, NotFound, SourceFailed
 from weightcast.store.files import read_small
 from weightcast.tensors.digest import bytes_digest
 from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.route import choose_version
+from weightcast.worker.sealing import differences
 
 _CONFIG_NBYTES = 16 << 20
 _SCHEMES: dict[TransferMode, tuple[str, ...]] = {
@@ -62,6 +64,24 @@ class Served:
         """Whether this is that version, bit for bit."""
         same = (self.manifest.version, self.manifest.root_digest) == (manifest.version, manifest.root_digest)
         return same and self.proved and bool(manifest.root_digest)
+
+
+def sealed(coming: Served, manifest: Manifest, votes: Sequence[Vote]) -> Served:
+    """A version that came as a live stream, now that its source describes it in full and all ranks have told what they got.
+
+    `SourceFailed` lists everything in which they disagree.
+    """
+    problems = differences(coming.manifest, manifest) or [
+        f"rank {rank} got {', '.join(vote.roots) or 'no digest'}, and it is {manifest.root_digest}"
+        for rank, vote in enumerate(votes)
+        if vote.roots != (manifest.root_digest,)
+    ]
+    if problems:
+        raise SourceFailed(
+            f"{coming.source} does not describe {coming.version} as the ranks got it: {'; '.join(problems)}. Nothing was "
+            "changed."
+        )
+    return replace(coming, manifest=manifest)
 
 
 def checkpoint_url(directory: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from weightcast.clock import Deadline
-from weightcast.engines.embedded.messages import Abandon, Commit, Committed, Feed, Revert, Settle, Stage
+from weightcast.engines.embedded.messages import Abandon, Commit, Committed, Feed, Revert, Settle, Stage, Vote
 from weightcast.engines.embedded.replica.job_board import Progress
 from weightcast.engines.embedded.replica.run import Run
 from weightcast.errors import CommitFailed, DeadlineExceeded, ReplicaFailed, WeightcastError
@@ -37,7 +37,7 @@ class Transaction:
     def __init__(self, run: Run, update: str, wanted: Wanted, deadline: Deadline) -> None:
         self._run, self._update, self._wanted, self._deadline = run, update, wanted, deadline
 
-    async def stage(self, progress: Progress | None = None) -> None:
+    async def stage(self, progress: Progress | None = None) -> list[Vote]:
         """Returns when every rank has voted yes. Raises, with everything abandoned, when one has not."""
         wanted = self._wanted
         action = Stage(
@@ -50,7 +50,8 @@ class Transaction:
         )
         try:
             job = await self._run.commands.begin(action, self._deadline.remaining())
-            await self._run.board.wait(job, f"staging {wanted.version}", self._deadline, progress)
+            votes = await self._run.board.wait(job, f"staging {wanted.version}", self._deadline, progress)
+            return [msgspec.convert(vote, Vote) for vote in votes]
         except BaseException:
             await self.abandon()
             raise

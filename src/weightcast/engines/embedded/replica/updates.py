@@ -8,17 +8,17 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from weightcast.clock import Deadline
 from weightcast.engines.base import Failure, UpdateRequest, UpdateStatus
-from weightcast.engines.embedded.messages import DescribeWeights, Feed
+from weightcast.engines.embedded.messages import DescribeWeights, Feed, Vote
 from weightcast.engines.embedded.replica.host import Host
 from weightcast.engines.embedded.replica.pausing import Pausing
-from weightcast.engines.embedded.replica.served import Served, check_transfer, find_version
+from weightcast.engines.embedded.replica.served import Served, check_transfer, find_version, sealed
 from weightcast.engines.embedded.replica.transaction import COMMAND_S, Transaction, Wanted
 from weightcast.engines.states import TABLE, UPDATING, Operation, ReplicaState
 from weightcast.errors import (
@@ -189,6 +189,11 @@ class Updates:
         else:
             manifest = await find_version(status.source, request.version, verify_checksum=checksum, deadline=deadline)
             coming = Served(manifest, status.source, checksum, bool(self._host.settings.draft_names))
+            if coming.draft and not manifest.sealed:
+                raise InvalidInput(
+                    f"version {manifest.version} is a live stream, which a rank can read once, and its draft model would be "
+                    "a second reader. Publish it held."
+                )
         status.version = coming.version
         status.phase = "staging"
         sound = resting in (ReplicaState.READY, ReplicaState.SLEEPING)
@@ -209,12 +214,26 @@ class Updates:
         def progress(nbytes: int, total: int) -> None:
             status.nbytes, status.total = nbytes, total
 
-        await transaction.stage(progress)
+        votes = await transaction.stage(progress)
+        if not coming.manifest.sealed:
+            coming = await self._sealed(coming, votes, transaction, deadline)
         status.phase = "staged"
         status.nbytes = status.total
         self._host.turn(ReplicaState.STAGED, f"{coming.version} is staged on all ranks")
         status.result = await self._commit(status, transaction, coming, deadline)
         status.nbytes = status.total = sum(one["bytes"] for one in status.result)
+
+    @staticmethod
+    async def _sealed(coming: Served, votes: Sequence[Vote], transaction: Transaction, deadline: Deadline) -> Served:
+        """A live stream that all ranks have staged, with its digests; if they cannot be had, nothing may be committed."""
+        try:
+            manifest = await find_version(
+                coming.source, coming.version, verify_checksum=coming.proved, deadline=deadline
+            )  # fmt: skip
+            return sealed(coming, manifest, votes)
+        except BaseException:
+            await transaction.abandon()
+            raise
 
     async def _commit(
         self, status: UpdateStatus, transaction: Transaction, coming: Served, deadline: Deadline

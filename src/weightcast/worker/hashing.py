@@ -1,0 +1,111 @@
+"""Hashing bytes as they are copied, while they are still in the cache, so that nothing has to be read again to prove it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+
+from weightcast.tensors.digest import Algorithm, Hasher
+from weightcast.tensors.flat import BLOCK_NBYTES, Array, Buffer, Bytes, byte_blocks
+
+COPY_NBYTES = 256 << 10  # copied and then hashed: source and copy stay in a core's own cache
+# From some size on, memcpy writes past the caches, in half the time: that is worth more than hashing from the cache.
+_LARGE_NBYTES = 32 << 20
+
+Check = Callable[[], None]
+
+
+class RunningDigest:
+    """The digest of a tensor whose bytes come in any order. Those that come in order are hashed as they come."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._hasher = Hasher(algorithm)
+        self._seen = 0
+
+    def add(self, offset: int, data: Buffer) -> bool:
+        """Hash bytes that come next; False if they do not: then they must be there when it is finished."""
+        if offset != self._seen:
+            return False
+        self._hasher.update(data)
+        self._seen += len(data)
+        return True
+
+    def finish(self, memory: Bytes | None, check: Check) -> str:
+        """The digest, when everything has come. What was not hashed yet is read from `memory`, which holds all of it."""
+        if memory is not None:
+            for block in byte_blocks(memory[self._seen :], nbytes=BLOCK_NBYTES):
+                check()
+                self._hasher.update(block.data)
+            self._seen = len(memory)
+        return self._hasher.digest()
+
+
+def copy_hashed(data: Bytes, memory: Bytes, offset: int, running: RunningDigest, check: Check) -> None:
+    """Copy bytes to `offset` of a memory, and hash what lies there afterwards. `check` is called every few milliseconds."""
+    step = COPY_NBYTES
+    if len(data) >= _LARGE_NBYTES:
+        step = math.ceil(len(data) / math.ceil(len(data) / (2 * _LARGE_NBYTES)))  # equal parts of 32 to 64 MiB
+    for start in range(0, len(data), step):
+        check()
+        block = data[start : start + step]
+        copied = memory[offset + start : offset + start + len(block)]
+        copied[:] = block
+        running.add(offset + start, copied.data)
+
+
+def copy_all(
+    sources: Mapping[str, Bytes],
+    memories: Mapping[str, Bytes],
+    running: Mapping[str, RunningDigest],
+    check: Check,
+    threads: int,
+) -> None:
+    """Copy every tensor to the memory of its name, by several threads, the largest first, and hash the copies.
+
+    `check` is called again and again and may raise: then all threads stop, and the first error is raised here. No thread
+    touches any of the memory after this has ended.
+    """
+    names: SimpleQueue[str] = SimpleQueue()
+    for name in sorted(sources, key=lambda name: -len(sources[name])):
+        names.put(name)
+    stop = threading.Event()
+
+    def look() -> None:
+        if stop.is_set():
+            raise _Stopped
+        check()
+
+    def copy_some() -> None:
+        try:
+            while True:
+                name = names.get_nowait()
+                copy_hashed(sources[name], memories[name], 0, running[name], look)
+        except (_Stopped, Empty):  # another thread failed, or took the last one
+            return
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="copy") as pool:
+        try:
+            for done in [pool.submit(copy_some) for _ in range(threads)]:
+                done.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+class _Stopped(Exception):
+    """A thread was told to stop."""
+
+
+def watched_digest(array: Array, algorithm: Algorithm, check: Check) -> str:
+    """The digest of an array; `check` is called every few milliseconds and may raise."""
+    hasher = Hasher(algorithm)
+    for block in byte_blocks(array, nbytes=4 * BLOCK_NBYTES):
+        hasher.update(block.data)
+        check()
+    return hasher.digest()
