@@ -1,6 +1,8 @@
 """What every test gets: a seeded generator, a store in a temporary directory, and a check that no thread is left behind."""
 
+import sys
 import threading
+from collections.abc import Generator
 
 import hypothesis
 import numpy as np
@@ -10,6 +12,30 @@ from weightcast import Store
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # a slow example is not a wrong one
 hypothesis.settings.load_profile("shared machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "untraced: the same lines over and over, without the cost of measuring their coverage"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Tracing doubles the time of a long matrix, whose lines other tests run as well.
+
+    The mark `no_cover` of pytest-cov would do nothing here: in a process of pytest-xdist a second tracer lies below.
+    """
+    if item.get_closest_marker("untraced") is None:
+        return (yield)
+    here, in_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)
+    try:
+        return (yield)
+    finally:
+        threading.settrace(in_threads)
+        sys.settrace(here)
 
 
 @pytest.fixture

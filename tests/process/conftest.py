@@ -31,6 +31,12 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         end(child)
 
 
+@pytest.fixture(params=["sampled", pytest.param("full", marks=pytest.mark.slow)])
+def form(request: pytest.FixtureRequest) -> str:
+    """A long matrix has two forms: every day a sample of its points, and with `make test-slow` all of them."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory in memory, where syncing costs nothing: what survives a kill does not depend on the medium."""

@@ -1,6 +1,6 @@
 """Run by the tests: kills a process that applies an edit to shared memory, wherever it is, and recovers from its journal.
 
-    python -m process.delta_apply MATRIX DIRECTORY
+    python -m process.delta_apply MATRIX DIRECTORY [--sampled]
 
 Prints one JSON object. weightcast is imported once; whoever is killed is a fork of this process, stopped at a chosen point,
 or not at all, and then killed by its process id.
@@ -216,23 +216,23 @@ class Matrix:
 RECOVERIES = [[True], [False], [True, True, False, False, True], [False, False, True, True, False]]
 
 
-def apply_killed(directory: Path) -> dict[str, Any]:
-    """Killed at every point of an apply, then finished or undone."""
+def apply_killed(directory: Path, *, sampled: bool) -> dict[str, Any]:
+    """Killed at every point of an apply, then finished or undone; in a sample one after the other."""
     matrix = Matrix(directory)
-    for point in matrix.points:
-        for directions in RECOVERIES:
+    for number, point in enumerate(matrix.points):
+        for directions in RECOVERIES[number % len(RECOVERIES) :][:1] if sampled else RECOVERIES:
             matrix.start()
             found = matrix.kill(lambda stop, p=point: apply_until(matrix.shared, matrix.packed, matrix.journal, p, stop))
             matrix.recover(f"killed {point[1]} write {point[0]} ({found})", directions)
     return matrix.report()
 
 
-def recovery_killed(directory: Path) -> dict[str, Any]:
+def recovery_killed(directory: Path, *, sampled: bool) -> dict[str, Any]:
     """Those who recover are killed too, one after the other, going either way; the last one is not."""
     matrix = Matrix(directory)
     choice = random.Random(7)
-    for point in matrix.points:
-        for forward in (True, False):
+    for number, point in enumerate(matrix.points):
+        for forward in (number % 2 == 0,) if sampled else (True, False):
             matrix.start()
             matrix.kill(lambda stop, p=point: apply_until(matrix.shared, matrix.packed, matrix.journal, p, stop))
             for _ in range(2):
@@ -242,13 +242,14 @@ def recovery_killed(directory: Path) -> dict[str, Any]:
     return matrix.report()
 
 
-def journal_killed(directory: Path) -> dict[str, Any]:
+def journal_killed(directory: Path, *, sampled: bool) -> dict[str, Any]:
     """Killed while the journal is written: what there is of it is refused, and nothing was touched."""
     matrix = Matrix(directory)
     matrix.start()
     memories = matrix.shared.memories()
     whole = delta.prepare(memories, delta.decode(matrix.packed, matrix.old, threads=1)).to_journal()
-    lengths = sorted({0, 1, 31, 32, 33, len(whole) // 2, len(whole) - 1, *range(40, len(whole), len(whole) // 20)})
+    step = len(whole) // (5 if sampled else 20)
+    lengths = sorted({0, 1, 31, 32, 33, len(whole) // 2, len(whole) - 1, *range(40, len(whole), step)})
     for length in lengths:
         matrix.start()
 
@@ -268,7 +269,7 @@ def journal_killed(directory: Path) -> dict[str, Any]:
     return matrix.report()
 
 
-def any_moment(directory: Path) -> dict[str, Any]:
+def any_moment(directory: Path, *, sampled: bool) -> dict[str, Any]:
     """Killed at no point in particular, while going back and forth as fast as it can."""
     matrix = Matrix(directory, large=True)
     choice = random.Random(11)
@@ -288,7 +289,7 @@ def any_moment(directory: Path) -> dict[str, Any]:
 
         found = matrix.kill(work, after_s=choice.uniform(0, 0.04))
         matrix.recover(f"killed at some moment ({found})", [number % 2 == 0, number % 2 == 1])
-        if number >= 11 and any(len(set(left)) > 1 or "M" in left for left in matrix.left):
+        if number >= (3 if sampled else 11) and any(len(set(left)) > 1 or "M" in left for left in matrix.left):
             break
     return matrix.report()
 
@@ -305,8 +306,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("matrix", choices=MATRICES)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--sampled", action="store_true")
     chosen = parser.parse_args()
-    print(json.dumps(MATRICES[chosen.matrix](chosen.directory)))
+    print(json.dumps(MATRICES[chosen.matrix](chosen.directory, sampled=chosen.sampled)))
 
 
 if __name__ == "__main__":

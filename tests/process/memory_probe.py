@@ -1,6 +1,6 @@
-"""Run by the tests: does one thing with 1 GiB of weights and prints how much memory it took at its peak.
+"""Run by the tests: does one thing with many weights and prints how much memory it took at its peak.
 
-python -m process.memory_probe NAME DIRECTORY
+python -m process.memory_probe NAME DIRECTORY [--nbytes N]
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,10 @@ from weightcast import LiveModel, Store, delta
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.snapshot import write_snapshot
 
-MODEL_NBYTES = 1 << 30
 TENSOR_NBYTES = 16 << 20
 PART_NBYTES = 64 << 20
 SIDE = 2048  # of a float32 matrix of 16 MiB
-NAMES = [f"layer.{number}" for number in range(MODEL_NBYTES // TENSOR_NBYTES)]
+NAMES: list[str] = []  # of the tensors: as many as were asked for
 
 
 class Peak:
@@ -46,7 +44,7 @@ def _status(field: str) -> int:
 
 
 def streamed() -> Iterator[tuple[str, np.ndarray]]:
-    """1 GiB of tensors out of one buffer."""
+    """All tensors out of one buffer."""
     buffer = np.empty((SIDE, SIDE), dtype=np.float32)
     for number, name in enumerate(NAMES):
         buffer.fill(number)
@@ -54,7 +52,7 @@ def streamed() -> Iterator[tuple[str, np.ndarray]]:
 
 
 def live_mapping() -> dict[str, np.ndarray]:
-    """1 GiB of live arrays, every page of them in memory."""
+    """Live arrays for all tensors, every page of them in memory."""
     return {name: np.full((SIDE, SIDE), -1, dtype=np.float32) for name in NAMES}
 
 
@@ -76,10 +74,7 @@ def publish(directory: Path) -> dict[str, int]:
 
 
 def publish_delta(directory: Path) -> dict[str, int]:
-    """Two deltas after a full version, and a third whose payload turns out too large, so that it becomes a full version.
-
-    With half of the weights, to save time.
-    """
+    """Two deltas after a full version, and a third whose payload turns out too large, so that it becomes a full version."""
     delta.warm_up()
     patient, strict = (Store(directory, delta=DeltaPolicy(threads=2, max_share=share)) for share in (0.5, 0.001))
     patient.publish("step_1", moved(0), part_nbytes=PART_NBYTES)
@@ -87,14 +82,14 @@ def publish_delta(directory: Path) -> dict[str, int]:
     for name, store, kind in (("delta", patient, "delta"), ("followed", patient, "delta"), ("given_back", strict, "full")):
         with Peak() as peak:
             manifest = store.publish(name, moved(len(report) + 1), part_nbytes=PART_NBYTES)
-        assert (manifest.kind, manifest.nbytes) == (kind, MODEL_NBYTES // 2)
+        assert (manifest.kind, manifest.nbytes) == (kind, len(NAMES) * TENSOR_NBYTES)
         report[name] = peak.nbytes
     return report
 
 
 def moved(step: int) -> Iterator[tuple[str, np.ndarray]]:
-    """512 MiB of the same tensors with a few elements changed, out of one buffer."""
-    for name, buffer in islice(streamed(), len(NAMES) // 2):
+    """The same tensors with a few elements changed, out of one buffer."""
+    for name, buffer in streamed():
         buffer[::64, ::7] += step
         yield name, buffer
 
@@ -122,27 +117,33 @@ def first_load(directory: Path) -> dict[str, int]:
     with Peak() as loaded:
         live.update(commit="copy")
     check_loaded({name: parameter.detach().numpy() for name, parameter in module.named_parameters()})
-    return {"capture": captured.nbytes, "beyond_model": loaded.nbytes - MODEL_NBYTES}
+    return {"capture": captured.nbytes, "beyond_model": loaded.nbytes - len(NAMES) * TENSOR_NBYTES}
 
 
-def load_snapshot(directory: Path) -> dict[str, int]:
-    report = {}
-    for kind, part_nbytes in (("in_parts", PART_NBYTES), ("one_file", None)):
-        place = directory / kind
-        write_snapshot(place, streamed(), rank=0, device_id="0", version="step_1", part_nbytes=part_nbytes)
-        model = live_mapping()
-        live = LiveModel(model, source=f"snapshot://{place}?id=0")
-        with Peak() as peak:
-            live.update(commit="inplace")
-        check_loaded(model)
-        report[kind] = peak.nbytes
-        del model, live
-    return report
+def load_snapshot_in_parts(directory: Path) -> dict[str, int]:
+    return load_snapshot(directory, PART_NBYTES)
+
+
+def load_snapshot_one_file(directory: Path) -> dict[str, int]:
+    return load_snapshot(directory, None)
+
+
+def load_snapshot(directory: Path, part_nbytes: int | None) -> dict[str, int]:
+    write_snapshot(directory, streamed(), rank=0, device_id="0", version="step_1", part_nbytes=part_nbytes)
+    model = live_mapping()
+    live = LiveModel(model, source=f"snapshot://{directory}?id=0")
+    with Peak() as peak:
+        live.update(commit="inplace")
+    check_loaded(model)
+    return {"loading": peak.nbytes}
 
 
 PROBES = {
-    probe.__name__: probe for probe in (borrow_100_mib, publish, publish_delta, update_inplace, first_load, load_snapshot)
-}
+    probe.__name__: probe
+    for probe in (
+        borrow_100_mib, publish, publish_delta, update_inplace, first_load, load_snapshot_in_parts, load_snapshot_one_file
+    )
+}  # fmt: skip
 
 
 def main() -> None:
@@ -150,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=PROBES)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--nbytes", type=int, default=0)
     arguments = parser.parse_args()
+    NAMES.extend(f"layer.{number}" for number in range(arguments.nbytes // TENSOR_NBYTES))
     print(json.dumps(PROBES[arguments.name](arguments.directory)))
 
 

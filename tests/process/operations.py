@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ UNKNOWN = (
     "copy_file_range", "fdatasync", "ftruncate", "link", "posix_fallocate", "pwritev", "sendfile", "splice", "symlink",
     "truncate", "writev",
 )  # fmt: skip
+
+SEALS = ("manifest.json", "version.yaml", "version.txt")  # where readers begin: what these name must be there
 
 
 @dataclass(frozen=True)
@@ -217,3 +220,16 @@ def points(log: list[Operation]) -> list[tuple[int, str]]:
         for number, operation in enumerate(log)
         for moment in (("before", "half", "after") if operation.splits else ("before", "after"))
     ]
+
+
+def sampled(log: list[Operation], whole: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """A part of these points, at least a quarter: the first and the last, each kind of call, whole and cut in two, all
+    around what is done to the files where readers begin, and every fourth of the rest.
+    """
+    kinds: dict[tuple[str, bool], list[tuple[int, str]]] = defaultdict(list)
+    for number, moment in whole:
+        kinds[log[number].call, moment == "half"].append((number, moment))
+    seals = {number for number, one in enumerate(log) if os.path.basename(one.to or one.path) in SEALS}
+    chosen = {whole[0], whole[-1], *whole[::4], *(places[len(places) // 2] for places in kinds.values())}
+    chosen |= {point for point in whole if point[0] in seals}
+    return [point for point in whole if point in chosen]

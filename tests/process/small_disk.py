@@ -1,6 +1,6 @@
 """Run by the tests in a mount namespace of its own: stores on real file systems that are small or read-only.
 
-unshare -m python -m process.small_disk full DIRECTORY --limit size
+unshare -m python -m process.small_disk full DIRECTORY --limit size [--every 3]
 unshare -m python -m process.small_disk read_only DIRECTORY
 """
 
@@ -78,11 +78,12 @@ def fill(path: Path) -> tuple[list[str], bool]:
     return problems + find_problems(path, [[published[-1], following]], [following])[1] + find_strays(path), True
 
 
-def full(directory: Path, limit: str) -> dict[str, Any]:
-    """Disks of many sizes, so that they are full at many moments of a publish."""
+def full(directory: Path, limit: str, every: int) -> dict[str, Any]:
+    """Disks of many sizes, or of some of them, so that they are full at many moments of a publish."""
     problems: list[str] = []
     went_on = 0
-    for options in LIMITS[limit]:
+    disks = LIMITS[limit][::every]
+    for options in disks:
         with mounted(directory, options):
             try:
                 found, more = fill(directory / "store")
@@ -90,7 +91,7 @@ def full(directory: Path, limit: str) -> dict[str, Any]:
                 found, more = [f"{type(error).__name__}: {error}"], False
         problems += [f"{options}: {problem}" for problem in found]
         went_on += more
-    summary = f"{len(LIMITS[limit])} disks, {went_on} took another version after gc"
+    summary = f"{len(disks)} disks, {went_on} took another version after gc"
     return {"problems": problems, "went_on": went_on, "summary": summary}
 
 
@@ -133,9 +134,10 @@ def main() -> None:
     parser.add_argument("kind", choices=("full", "read_only"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--limit", choices=LIMITS)
+    parser.add_argument("--every", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.kind == "full":
-        print(json.dumps(full(arguments.directory, arguments.limit)))
+        print(json.dumps(full(arguments.directory, arguments.limit, arguments.every)))
     else:
         print(json.dumps(read_only(arguments.directory)))
 

@@ -11,7 +11,7 @@ from weightcast.engines.embedded.messages import Describe
 from .engine_runs import ask, ask_all, running
 
 MATRIX = list(itertools.product(MODELS, (True, False), DRAFTS))
-SAMPLE = [("tied", False, "mtp"), ("moe", True, "plain")]
+SAMPLE = [("tied", False, "mtp"), pytest.param("moe", True, "plain", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

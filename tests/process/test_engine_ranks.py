@@ -1,6 +1,7 @@
 """Ranks at work: groups made once, nothing said while idle, commands on all ranks alike, experts recorded and replayed."""
 
 import asyncio
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -30,24 +31,50 @@ def moe_model(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def pair(small_model):
+    """Does something with two ranks that several tests use, one after the other."""
+    with kept_running(small_model, ranks=2, blocks=200, max_length=600) as do:
+        yield do
+
+
+@pytest.fixture(scope="module")
+def moe_pair(moe_model):
+    """The same with experts, divided among the ranks."""
+    with kept_running(moe_model, ranks=2, experts="sharded") as do:
+        yield do
+
+
+@contextmanager
+def kept_running(model_dir, **settings):
+    with asyncio.Runner() as runner:
+        replica = running(model_dir, **settings)
+        started = runner.run(replica.__aenter__())
+        try:
+            yield lambda act, *arguments: runner.run(act(started, *arguments))
+        finally:
+            runner.run(replica.__aexit__(None, None, None))
+
+
 async def describe(replica):
     return await replica.command(Describe(), timeout_s=60)
 
 
-async def many_steps(model_dir, steps):
+async def many_steps(replica, steps, tokens):
     """Run so many steps on two ranks, with a command now and then; the counters after a tenth of them and at the end."""
-    async with running(model_dir, ranks=2, blocks=80, max_length=600) as replica:
-        made, early = [], None
-        while not made or made[-1][0]["steps"] < steps:
-            await ask_all(replica, PROMPTS[:2], max_tokens=500)
-            made.append(await describe(replica))
-            if early is None and made[-1][0]["steps"] >= steps // 10:
-                early = made[-1]
+    begun = (await describe(replica))[0]["steps"]
+    made, early = [], None
+    while not made or made[-1][0]["steps"] - begun < steps:
+        await ask_all(replica, PROMPTS[:2], max_tokens=tokens)
+        made.append(await describe(replica))
+        if early is None and made[-1][0]["steps"] - begun >= steps // 10:
+            early = made[-1]
     return early, made[-1]
 
 
 def check_flat(early, late, steps):
-    assert late[0]["steps"] == late[1]["steps"] >= steps
+    assert late[0]["steps"] == late[1]["steps"]
+    assert late[0]["steps"] - early[0]["steps"] >= 0.8 * steps
     for before, after in zip(early, late, strict=True):
         assert before["groups_made"] == after["groups_made"] == 1
         grown = after["rss_nbytes"] - before["rss_nbytes"]
@@ -55,6 +82,7 @@ def check_flat(early, late, steps):
     assert late[0]["collectives"] == late[1]["collectives"]
 
 
+@pytest.mark.slow
 def test_choosing_among_many_tokens_for_many_requests_is_not_taken_for_a_hang(tmp_path):
     init_checkpoint(tmp_path / "wide", "tiny", num_hidden_layers=1, vocab_size=151_936)
 
@@ -68,44 +96,42 @@ def test_choosing_among_many_tokens_for_many_requests_is_not_taken_for_a_hang(tm
     assert restarts == 0
 
 
-def test_groups_stay_one_and_memory_flat_over_many_steps(small_model):
-    check_flat(*asyncio.run(many_steps(small_model, 800)), 800)
+def test_groups_stay_one_and_memory_flat_over_many_steps(pair):
+    check_flat(*pair(many_steps, 400, 40), 400)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_groups_stay_one_and_memory_flat_over_ten_thousand_steps(small_model):
-    early, late = asyncio.run(many_steps(small_model, 10_000))
+def test_groups_stay_one_and_memory_flat_over_ten_thousand_steps(pair):
+    early, late = pair(many_steps, 10_000, 500)
     print(early, late)
     check_flat(early, late, 10_000)
 
 
-def test_an_idle_engine_runs_no_collective(small_model):
-    async def idle():
-        async with running(small_model, ranks=2) as replica:
-            await ask(replica, PROMPTS[0])
-            first = await describe(replica)
-            await asyncio.sleep(2.5)  # longer than either loop waits at a time
-            return first, await describe(replica)
+def test_an_idle_engine_runs_no_collective(pair):
+    async def idle(replica):
+        await ask(replica, PROMPTS[0])
+        first = await describe(replica)
+        await asyncio.sleep(2.5)  # longer than either loop waits at a time
+        return first, await describe(replica)
 
-    first, second = asyncio.run(idle())
+    first, second = pair(idle)
     assert [after["collectives"] - before["collectives"] for before, after in zip(first, second, strict=True)] == [
         PER_COMMAND,
         PER_COMMAND,
     ]
 
 
-def test_a_command_amid_requests_rides_on_a_step(small_model):
-    async def busy():
-        async with running(small_model, ranks=2) as replica:
-            answers = asyncio.gather(*(ask(replica, prompt, max_tokens=300) for prompt in PROMPTS))
-            await asyncio.sleep(0.2)
-            told = [await describe(replica) for _ in range(20)]
-            undisturbed = await answers
-            again = await ask_all(replica, PROMPTS, max_tokens=300)
-            return told, undisturbed, again, await describe(replica)
+def test_a_command_amid_requests_rides_on_a_step(pair):
+    async def busy(replica):
+        answers = asyncio.gather(*(ask(replica, prompt, max_tokens=300) for prompt in PROMPTS))
+        await asyncio.sleep(0.2)
+        told = [await describe(replica) for _ in range(20)]
+        disturbed = await answers
+        again = await ask_all(replica, PROMPTS, max_tokens=300)
+        return told, disturbed, again, await describe(replica)
 
-    told, disturbed, again, last = asyncio.run(busy())
+    told, disturbed, again, last = pair(busy)
     assert [answer.tokens for answer in disturbed] == [answer.tokens for answer in again]
     while_busy = [stats for stats in told if stats[0]["running"]]
     assert len(while_busy) > 2, "the commands came too late to show anything"
@@ -119,38 +145,45 @@ def test_a_command_amid_requests_rides_on_a_step(small_model):
     assert last[0]["commands"] - told[0][0]["commands"] == 20
 
 
-def test_clearing_the_cache_forgets_prefixes(small_model):
-    async def clear():
-        async with running(small_model, ranks=2) as replica:
-            cached = []
-            for turn in range(3):
-                if turn == 2:
-                    assert await replica.command(ClearCache(), timeout_s=60) == [None, None]
-                cached.append((await ask(replica, PROMPTS[2], max_tokens=2)).last.cached_tokens)
-            return cached
+def test_clearing_the_cache_forgets_prefixes(pair):
+    async def clear(replica):
+        cached = []
+        for turn in range(3):
+            if turn == 2:
+                assert await replica.command(ClearCache(), timeout_s=60) == [None, None]
+            cached.append((await ask(replica, PROMPTS[2][::-1], max_tokens=2)).last.cached_tokens)  # asked by no other test
+        return cached
 
-    assert asyncio.run(clear()) == [0, 80, 0]
+    assert pair(clear) == [0, 80, 0]
 
 
-@pytest.mark.parametrize("experts", ["sharded", "replicated"])
-def test_routing_is_recorded_and_replayed_on_two_ranks(moe_model, experts):
-    async def replay():
-        async with running(moe_model, ranks=2, experts=experts) as replica:
-            first = await ask(replica, PROMPTS[0], record_routing=True)
-            await ask(replica, PROMPTS[0], record_routing=True)  # out of the prefix cache
-            cached = await ask(replica, PROMPTS[0], record_routing=True)
-            again = await ask(replica, PROMPTS[0], record_routing=True, replay=first.last.routing)
-            other = Routing(shape=first.last.routing.shape, data=elsewhere(first.last.routing))
-            moved = await ask(replica, PROMPTS[0], record_routing=True, replay=other)
-            return first, cached, again, other, moved
+async def replay_routing(replica):
+    first = await ask(replica, PROMPTS[0], record_routing=True)
+    await ask(replica, PROMPTS[0], record_routing=True)  # out of the prefix cache
+    cached = await ask(replica, PROMPTS[0], record_routing=True)
+    again = await ask(replica, PROMPTS[0], record_routing=True, replay=first.last.routing)
+    other = Routing(shape=first.last.routing.shape, data=elsewhere(first.last.routing))
+    moved = await ask(replica, PROMPTS[0], record_routing=True, replay=other)
+    return first, cached, again, other, moved
 
-    first, cached, again, other, moved = asyncio.run(replay())
+
+def check_routing(first, cached, again, other, moved):
     assert first.last.routing.shape == (len(PROMPTS[0]) + len(first.tokens) - 1, 2, 2)
     assert cached.last.cached_tokens > 0
     assert first.last.routing == cached.last.routing == again.last.routing
     assert first.tokens == again.tokens
     assert moved.last.routing == other
     assert moved.tokens != first.tokens
+
+
+def test_routing_is_recorded_and_replayed_on_two_ranks(moe_pair):
+    check_routing(*moe_pair(replay_routing))
+
+
+@pytest.mark.slow
+def test_routing_is_recorded_and_replayed_on_two_ranks_that_have_all_experts(moe_model):
+    with kept_running(moe_model, ranks=2, experts="replicated") as do:
+        check_routing(*do(replay_routing))
 
 
 def elsewhere(routing):
@@ -166,13 +199,12 @@ def elsewhere(routing):
         (Routing(shape=(1, 2, 2), data=np.array([0, 1, 2, 8], "<i2").tobytes()), "outside of 0 to 7"),
     ],
 )
-def test_a_routing_that_does_not_fit_is_refused_and_nothing_else(moe_model, replay, problem):
-    async def refuse():
-        async with running(moe_model) as replica:
-            refused = await ask(replica, PROMPTS[0], replay=replay)
-            return refused.last, (await ask(replica, PROMPTS[0], max_tokens=2)).last
+def test_a_routing_that_does_not_fit_is_refused_and_nothing_else(moe_pair, replay, problem):
+    async def refuse(replica):
+        refused = await ask(replica, PROMPTS[3], replay=replay)
+        return refused.last, (await ask(replica, PROMPTS[3], max_tokens=2)).last
 
-    refused, after = asyncio.run(refuse())
+    refused, after = moe_pair(refuse)
     assert (refused.finish, refused.refused) == ("error", True)
     assert problem in refused.reason
     assert after.finish == "length"
@@ -197,6 +229,7 @@ def test_weights_that_make_no_numbers_end_requests_and_not_the_replica(tmp_path,
     assert status.restarts == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_divided_says_so_before_it_serves(small_model):
     async def start():
         async with running(small_model, ranks=3):

@@ -54,7 +54,10 @@ def ask_until_error(client):
     return 0, None, time.monotonic()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_is_lost_under_load_is_told_and_comes_back(server, number):
     with server.client() as client, ThreadPoolExecutor(6) as pool:
         before, ranks, restarts = complete(client).choices[0].text, server.ranks(), server.health()["restarts"]
@@ -99,6 +102,7 @@ def test_sigterm_drains_and_leaves_nothing(model_dir):
         assert server.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(model_dir):
     with (
         server_process(model_dir, "--drain-timeout", 300) as server,

@@ -16,7 +16,7 @@ from weightcast.errors import StorageFailed, StoreBusy
 from weightcast.store.draft import Draft
 
 from .children import report_of
-from .operations import Operation, listing, points, refusing, watched
+from .operations import Operation, listing, points, refusing, sampled, watched
 from .sample import find_problems, find_strays, publish
 
 OLD = ["step_1", "step_2"]
@@ -97,31 +97,45 @@ def check(problems: dict[str, list[str]], count: int, record_property) -> None:
     assert not listed, f"of {count} points:{listed}"
 
 
-def test_a_disk_that_is_full_at_any_operation_of_a_publish_leaves_the_store_as_it_was(before, record_property):
-    log = operations_of_a_publish(before)
+def points_of(log: list[Operation], form: str) -> list[tuple[int, str]]:
+    """Where a call can fail, in the sampled or the full form."""
     whole = [(number, moment) for number, moment in points(log) if moment != "after"]
+    assert len(whole) > 50
+    return sampled(log, whole) if form == "sampled" else whole
+
+
+def starts_of(log: list[Operation], form: str) -> list[int]:
+    """From where on all calls can fail, in the sampled or the full form."""
+    whole = [(number, "before") for number in range(len(log))]
+    return [number for number, _ in (sampled(log, whole) if form == "sampled" else whole)]
+
+
+@pytest.mark.untraced
+def test_a_disk_that_is_full_at_any_operation_of_a_publish_leaves_the_store_as_it_was(before, form, record_property):
+    log = operations_of_a_publish(before)
+    tried = points_of(log, form)
     problems = {
         f"{moment} #{number} {log[number]}": find_fault_problems(before, number, errno.ENOSPC, moment)
-        for number, moment in whole
+        for number, moment in tried
     }
 
-    check(problems, len(whole), record_property)
-    assert len(whole) > 50
+    check(problems, len(tried), record_property)
 
 
-def test_a_disk_that_is_full_at_any_operation_of_a_delta_leaves_the_store_as_it_was(before_deltas, record_property):
+@pytest.mark.untraced
+def test_a_disk_that_is_full_at_any_operation_of_a_delta_leaves_the_store_as_it_was(before_deltas, form, record_property):
     log = operations_of_a_publish(before_deltas, "near_3")
-    whole = [(number, moment) for number, moment in points(log) if moment != "after"]
+    tried = points_of(log, form)
     problems = {
         f"{moment} #{number} {log[number]}": find_fault_problems(before_deltas, number, errno.ENOSPC, moment, old=NEAR)
-        for number, moment in whole
+        for number, moment in tried
     }
 
-    check(problems, len(whole), record_property)
-    assert len(whole) > 50
+    check(problems, len(tried), record_property)
 
 
-def test_a_disk_that_turns_read_only_at_any_operation_of_a_fold_leaves_the_same_states(before_deltas, record_property):
+@pytest.mark.untraced
+def test_a_disk_that_turns_read_only_at_any_operation_of_a_fold_leaves_the_same_states(before_deltas, form, record_property):
     versions = [*NEAR, "near_3"]
     publish(before_deltas / "store", "near_3")
     log: list[Operation] = []
@@ -129,7 +143,7 @@ def test_a_disk_that_turns_read_only_at_any_operation_of_a_fold_leaves_the_same_
     with watched(store.path.parent, listing(log)):
         store.fold()
     problems = {}
-    for number, item in enumerate(log[:-1]):
+    for number in starts_of(log[:-1], form):
         begin(before_deltas)
         found = []
         try:
@@ -145,8 +159,8 @@ def test_a_disk_that_turns_read_only_at_any_operation_of_a_fold_leaves_the_same_
         if store.fold().base.version != "near_1":
             found.append("the next fold did not work")
         store.gc(keep_last=3)
-        problems[f"from #{number} {item}"] = found + find_problems(store.path, [versions], ["near_3"])[1]
-        problems[f"from #{number} {item}"] += find_strays(store.path)
+        found += [*find_problems(store.path, [versions], ["near_3"])[1], *find_strays(store.path)]
+        problems[f"from #{number} {log[number]}"] = found
 
     check(problems, len(problems), record_property)
 
@@ -159,14 +173,14 @@ def test_a_sync_that_fails_leaves_the_store_as_it_was(before, record_property):
     assert len(syncs) > 10
 
 
-def test_a_disk_that_turns_read_only_at_any_operation_of_a_publish_leaves_whole_versions(before, record_property):
+def test_a_disk_that_turns_read_only_at_any_operation_of_a_publish_leaves_whole_versions(before, form, record_property):
     log = operations_of_a_publish(before)
     problems = {
-        f"from #{number} {item}": find_fault_problems(before, number, errno.EROFS, ever_after=True)
-        for number, item in enumerate(log)
+        f"from #{number} {log[number]}": find_fault_problems(before, number, errno.EROFS, ever_after=True)
+        for number in starts_of(log, form)
     }
 
-    check(problems, len(log), record_property)
+    check(problems, len(problems), record_property)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +243,15 @@ def mounts(tmp_path):
 
 @pytest.mark.parametrize("limit", ["size", "nr_inodes"])
 def test_publishing_until_a_real_disk_is_full_leaves_whole_versions_and_gc_makes_room(
-    limit, mounts, tmp_path, record_property
+    limit, form, mounts, tmp_path, record_property
 ):
-    report = report_of("small_disk", "full", tmp_path, "--limit", limit, under=mounts)
+    every = 3 if form == "sampled" else 1
+    report = report_of("small_disk", "full", tmp_path, "--limit", limit, "--every", every, under=mounts)
 
     record_property("full_disk", report["summary"])
     print(report["summary"])
     assert not report["problems"], "\n".join(report["problems"])
-    assert report["went_on"] > 5
+    assert report["went_on"] > 5 / every
 
 
 def test_a_read_only_mount_refuses_every_writer_and_serves_every_reader(mounts, tmp_path):

@@ -212,13 +212,11 @@ async def test_a_stream_that_can_neither_go_on_nor_back_ends_failed_and_any_othe
 
 
 EVERY_DAY = (
-    (test_a_damaged_source_is_refused, {"damages": DAMAGES[:4]}),
+    (test_a_damaged_source_is_refused, {"damages": DAMAGES[1:3]}),
     (test_a_source_that_is_not_there_is_not_found, {}),
-    (test_a_version_of_another_model_does_not_fit, {"commit": "copy"}),
     (test_a_delta_on_another_base_is_refused, {"serving": FULL_A}),
     (test_a_source_that_never_answers_ends_by_the_deadline_and_can_be_cancelled, {}),
     (test_a_source_that_dies_while_it_is_read_is_told, {"rank": 1}),
-    (test_a_source_that_dies_after_the_vote_is_not_missed, {"rank": 0, "commit": "copy"}),
     (test_a_source_that_fails_a_stream_into_live_weights_is_replaced_by_that_of_the_old_version, {"rank": 1, "damage": lie}),
     (test_a_stream_that_can_neither_go_on_nor_back_ends_failed_and_any_other_source_mends_it, {"rank": 0}),
 )  # part of the sample in test_update_faults.py

@@ -31,6 +31,13 @@ PHASES = (
 WRITES = {"first write": "first", "middle write": "middle", "last write": "last"}
 COMMITS = (*WRITES, "post-load")
 UNDOES = ("undoing", "reverting", "taking back")
+STAGES = {  # what a sample shows of the phases
+    "before the commit": ("reading", "cutting", "staging", "voted"),
+    "writing": (*COMMITS, "half a write", "streaming"),
+    "agreeing": ("vote", "proving"),
+    "settling": ("settling",),
+    "going back": (*UNDOES, "streaming back"),
+}
 HANG_S = 4.0  # of what runs beside the main loop, and so cannot be ended from outside
 SHORT_S = 1.0  # the deadline of an update that hangs
 OLD, NEW, FAILED = "old", "new", "failed"
@@ -224,7 +231,7 @@ def matrix() -> list[Case]:
 
 
 def sample(cases: list[Case]) -> list[Case]:
-    """A few of them, such that each fault with each kind of error, each phase, mode, end and rank is there.
+    """A few of them, such that each fault, mode, rank and error is there, and each stage with each of its ends.
 
     Those that cost a restart, or deltas after one, come last, and only where nothing else will do.
     """
@@ -243,10 +250,6 @@ def sample(cases: list[Case]) -> list[Case]:
 
 
 def _shown_by(case: Case) -> set[Any]:
-    ends = set() if case.fatal else {(case.phase, case.outcome)}
-    return {case.mode, case.rank, case.phase, (case.fault, case.error)} | ends
-
-
-def _cost(case: Case) -> int:
-    """0 for less than a second, 1 for what hangs on, 2 and 3 for restarts."""
-    return (2 + case.mode.startswith("delta")) * case.fatal or case.fault == "hang"
+    stage = next(stage for stage, phases in STAGES.items() if case.phase in phases)
+    ends = set() if case.fatal and case.outcome == OLD else {(stage, case.outcome)}  # ranks that restart come back to it
+    return {case.mode, case.rank, case.fault, case.error} | ends
