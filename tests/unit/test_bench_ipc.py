@@ -163,7 +163,12 @@ def test_a_receiver_that_has_other_bytes_than_the_trainer_is_an_error():
 def timed(total, memcpys=1.0):
     rounds = [Round(total * slower, 0.4 * slower, 0.5 * slower, 0.5, 0.01, 0.001) for slower in (1, 2)]
     return Timed(
-        Round(9.0, 5.0, 5.1, 3, 0.5, 0.1), (Round(5.0, 2.0, 2.1, 2, 0.5, 0.1),), rounds, (memcpys, memcpys * 2), (0.6,)
+        Round(9.0, 5.0, 5.1, 3, 0.5, 0.1),
+        (Round(5.0, 2.0, 2.1, 2, 0.5, 0.1),),
+        rounds,
+        (memcpys, memcpys * 2),
+        (0.6,),
+        (0.5,),
     )
 
 
@@ -203,15 +208,19 @@ def test_nothing_is_asserted_of_a_small_model_or_of_one_core(settings, cores, wh
     assert all(why in target.why for target in report.targets.values())
 
 
-def test_a_rival_that_is_not_installed_says_how_to_get_it_and_one_that_fails_why():
+def test_a_rival_that_is_not_installed_says_how_to_get_it_and_one_that_fails_why(tmp_path):
     model = Model(MIB, 0)
+    ours = ipc_updates.Updates(WAYS[0], model, tmp_path)  # never started
     with Memcpys(model.tensors) as memcpys:
 
         def row(rival):
-            return ipc_bench._rival_row(rival, model, memcpys, IpcSettings(), None, lambda _: None)
+            return ipc_bench._rival_row(rival, model, memcpys, IpcSettings(), ours, lambda _: None)
 
         lacking = row(Rival("pigeons", "weightcast.bench.nothing", ("no_such_package",)))
         failing = row(Rival("nobody", "weightcast.bench.nothing", ("numpy",)))
+        ours.busy = True
+        with pytest.raises(ReplicaFailed):  # a failure of our own is not laid to a rival
+            row(Rival("nobody", "weightcast.bench.nothing", ("numpy",)))
     assert "pip install 'weightcast[bench]'" in lacking["missing"]
     assert "No module named weightcast.bench.nothing" in failing["failed"]
 

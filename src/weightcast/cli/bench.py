@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from weightcast.bench import engine_bench, pause_bench
+from weightcast.bench import engine_bench, ipc_bench, pause_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
 from weightcast.cli.output import Size, emit, size, table
@@ -111,6 +111,24 @@ def pause(
     with _status() as say:
         report = pause_bench.run_pause_bench(settings, say)
     _show(report, output, _draw_pause_rows)
+
+
+@bench.command(short_help="Updates from a trainer on the same host.")
+@_OUTPUT
+@click.option("--size", "nbytes", type=Size(), default="1GiB", show_default=True, help="Of the model, about.")
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="To take the fastest of.")
+@click.option("--rivals/--no-rivals", default=True, show_default=True, help="Also measure gloo, Ray and safetensors.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def ipc(output: str | None, nbytes: int, rounds: int, rivals: bool, seed: int) -> None:
+    """Measure updates over ipc://, from a trainer's tensors to weights committed in another process, digests on.
+
+    One and two receivers by swap, one by copy, and a stream through two buckets; beside them, in the same run, the two
+    copies of the same bytes that it takes at least. The first update, in memory that nobody has touched, is shown apart.
+    """
+    settings = ipc_bench.IpcSettings(nbytes=nbytes, rounds=rounds, rivals=rivals, seed=seed)
+    with _status() as say:
+        report = ipc_bench.run_ipc_bench(settings, say)
+    _show(report, output, _draw_ipc_rows)
 
 
 def _show(report: Report, output: str | None, draw_rows: Callable[[Console, Report], None]) -> None:
@@ -238,6 +256,47 @@ def _draw_pause_rows(console: Console, report: Report) -> None:
         f"{served['streams']} streams: {served['staging_tokens_per_s']:.0f} tokens/s while staging, "
         f"{served['tokens_per_s']:.0f} without"
     )
+
+
+_UPDATES: _Columns = {
+    "update": lambda row: row["kind"],
+    "cold s": lambda row: f"{row['cold_s']:.3f}",
+    "s": lambda row: f"{row['s']:.3f}",
+    "median s": lambda row: f"{row['median_s']:.3f}",
+    "two memcpys s": lambda row: f"{row['memcpys_s']:.3f}",
+    "over them": lambda row: f"{row['over_memcpys']:.2f}",
+    "medians": lambda row: f"{row['median_over_memcpys']:.2f}",
+    "by two threads": lambda row: f"{row['over_two_threads']:.2f}",
+    "of one piece": lambda row: f"{row['over_one_piece']:.2f}",
+    "kept s": lambda row: f"{row['publish_s']:.3f}",
+    "noticed s": lambda row: f"{row['noticed_s']:.3f}",
+    "staged s": lambda row: f"{row['stage_s'] + row['verify_s']:.3f}",
+    "committed ms": lambda row: f"{row['commit_s'] * 1e3:.1f}",
+}
+_RIVALS: _Columns = {
+    "rival": lambda row: row["kind"],
+    **{name: _UPDATES[name] for name in ("cold s", "s", "median s", "two memcpys s", "over them")},
+    "ours s": lambda row: f"{row['ours_s']:.3f}",
+    "over ours": lambda row: f"{row['over_ours']:.2f}",
+    "medians": lambda row: f"{row['median_over_ours']:.2f}",
+}
+
+
+def _draw_ipc_rows(console: Console, report: Report) -> None:
+    measured = [row for row in report.rows if "s" in row]
+    for columns, rows in (
+        (_UPDATES, [row for row in measured if "over_ours" not in row]),
+        (_RIVALS, [row for row in measured if "over_ours" in row]),
+    ):
+        drawn = table(*columns, right=tuple(columns)[1:])
+        for row in rows:
+            drawn.add_row(*(shown(row) for shown in columns.values()))
+        if rows:
+            console.print("")
+            console.print(drawn)
+    for row in report.rows:
+        if "s" not in row:
+            console.print(f"{row['kind']}: {row.get('missing') or row['failed']}")
 
 
 def _draw_targets(console: Console, report: Report) -> None:
