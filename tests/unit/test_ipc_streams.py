@@ -1,5 +1,6 @@
 """Versions that are streamed through two buckets, and several trainer ranks: everything in one process."""
 
+import os
 import shutil
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from weightcast.errors import (
     WrongState,
 )
 from weightcast.publish.publisher import Publisher
+from weightcast.transports.ipc import reading
 from weightcast.transports.ipc.receiver import IpcReceiver
 
 
@@ -65,10 +67,10 @@ def test_every_kind_of_tensor_comes_through_buckets_of_any_size(root, receivers,
 def test_several_receivers_get_the_same_stream_and_then_the_next(publisher, receivers):
     here = [receivers() for _ in range(3)]
     for step in range(3):
-        reading = [Running(streamed, one, f"step_{step}") for one in here]
+        taking = [Running(streamed, one, f"step_{step}") for one in here]
         publication = publisher.stream(f"step_{step}", weights(step), receivers=3, timeout=20)
         publication.wait(timeout=10)
-        assert [one.result() for one in reading] == [in_bytes(weights(step))] * 3
+        assert [one.result() for one in taking] == [in_bytes(weights(step))] * 3
         assert (len(publication.taken), publication.dropped) == (3, [])
     assert len(set(mappings())) == 1  # the buckets are the same all the time
 
@@ -83,22 +85,22 @@ def test_an_iterator_may_use_the_same_memory_for_every_tensor(publisher, receive
             yield name, buffer
             buffer[...] = -1
 
-    reading = Running(streamed, receivers(), "step_1")
+    taking = Running(streamed, receivers(), "step_1")
     publisher.stream("step_1", gathered(), like=like, timeout=20).wait(timeout=10)
     expected = [np.random.default_rng(number).standard_normal((300, 100)).astype(np.float32) for number in range(8)]
-    assert reading.result() == {f"layer.{number}": array.tobytes() for number, array in enumerate(expected)}
+    assert taking.result() == {f"layer.{number}": array.tobytes() for number, array in enumerate(expected)}
 
 
 def test_tensors_that_change_right_after_stream_change_nothing_that_is_read(publisher, receivers):
     receiver = receivers()
     for step in range(5):
         trainer = {name: np.array(array) for name, array in weights(step).items()}
-        reading = Running(streamed, receiver, f"step_{step}", at_piece=lambda _: time.sleep(0.002))
+        taking = Running(streamed, receiver, f"step_{step}", at_piece=lambda _: time.sleep(0.002))
         publication = publisher.stream(f"step_{step}", trainer, timeout=20)
         while not publication.taken and not publication.dropped:
             for array in trainer.values():
                 array[...] = 77
-        assert reading.result() == in_bytes(weights(step))
+        assert taking.result() == in_bytes(weights(step))
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -119,14 +121,14 @@ def test_a_receiver_that_dawdles_over_a_bucket_is_dropped_and_never_gets_mixed_b
                 changed.append(before != bytes(piece.data))
 
     changed = []
-    dawdling, reading = Running(dawdle), Running(streamed, peer, "step_1")
+    dawdling, taking = Running(dawdle), Running(streamed, peer, "step_1")
     publication = publisher.stream("step_1", arrays, receivers=2, timeout=20)
-    assert reading.result() == in_bytes(arrays)
+    assert taking.result() == in_bytes(arrays)
     there.wait(10)
     for step in (2, 3):
-        reading = Running(streamed, peer, f"step_{step}")
+        taking = Running(streamed, peer, f"step_{step}")
         publisher.stream(f"step_{step}", weights(step), timeout=20)
-        assert reading.result() == in_bytes(weights(step))
+        assert taking.result() == in_bytes(weights(step))
     go_on.set()
     with pytest.raises(SourceFailed, match="ended for this receiver"):
         dawdling.result()
@@ -134,9 +136,9 @@ def test_a_receiver_that_dawdles_over_a_bucket_is_dropped_and_never_gets_mixed_b
     assert (len(publication.taken), len(publication.dropped)) == (1, 1)
     with pytest.raises(ReceiversLost, match=r"0\.5 s"):
         publication.wait(timeout=5)
-    reading = Running(streamed, slow, "step_4")  # it is usable at once
+    taking = Running(streamed, slow, "step_4")  # it is usable at once
     publisher.stream("step_4", weights(4), timeout=20)
-    assert reading.result() == in_bytes(weights(4))
+    assert taking.result() == in_bytes(weights(4))
 
 
 def test_a_receiver_that_comes_late_is_refused(publisher, receivers):
@@ -149,9 +151,9 @@ def test_a_receiver_that_comes_late_is_refused(publisher, receivers):
                 streamed(late, "step_1")
             refused.append(True)
 
-    reading = Running(streamed, early, "step_1", at_piece=come_late)
+    taking = Running(streamed, early, "step_1", at_piece=come_late)
     publisher.stream("step_1", weights(1, count=20), timeout=20).wait(timeout=10)
-    reading.result()
+    taking.result()
     assert refused == [True]
     manifest = late.manifest("step_1", deadline=within())
     assert manifest.sealed
@@ -189,18 +191,18 @@ def test_a_stream_that_fails_half_way_is_an_error_on_both_sides_and_is_not_the_n
     receiver = receivers()
     publisher.publish("step_1", weights(1))
     like = {"a": np.zeros(9, np.float32), "b": np.zeros(9, np.float32)}
-    reading = Running(streamed, receiver, "step_2")
+    taking = Running(streamed, receiver, "step_2")
     with pytest.raises(WeightcastError, match=told):
         publisher.stream("step_2", iter(tensors), like=like, timeout=20)
     with pytest.raises(SourceFailed, match="could not go on"):
-        reading.result()
+        taking.result()
     assert receiver.newest() == "step_1"
     assert held(receiver) == in_bytes(weights(1))
     with pytest.raises(VersionNotFound):
         receiver.manifest("step_2", deadline=within())
-    reading = Running(streamed, receiver, "step_2")
+    taking = Running(streamed, receiver, "step_2")
     publisher.stream("step_2", weights(2), timeout=20).wait(timeout=10)
-    assert reading.result() == in_bytes(weights(2))
+    assert taking.result() == in_bytes(weights(2))
 
 
 def test_a_stream_that_nobody_opens_ends_at_its_deadline(publisher, receivers):
@@ -210,9 +212,9 @@ def test_a_stream_that_nobody_opens_ends_at_its_deadline(publisher, receivers):
         publisher.stream("step_1", weights(1), receivers=0)
     with pytest.raises(InvalidInput, match="like="):
         publisher.stream("step_1", iter(weights(1).items()))
-    reading = Running(streamed, receivers(), "step_1")
+    taking = Running(streamed, receivers(), "step_1")
     publisher.stream("step_1", weights(1), timeout=20)
-    assert reading.result() == in_bytes(weights(1))
+    assert taking.result() == in_bytes(weights(1))
 
 
 def test_a_receiver_that_gives_up_is_not_waited_for(publisher, receivers):
@@ -224,10 +226,10 @@ def test_a_receiver_that_gives_up_is_not_waited_for(publisher, receivers):
         next(pieces)
         pieces.close()
 
-    giving_up, reading = Running(give_up), Running(streamed, peer, "step_1")
+    giving_up, taking = Running(give_up), Running(streamed, peer, "step_1")
     publication = publisher.stream("step_1", weights(1, count=20), receivers=2, timeout=20)
     giving_up.result()
-    assert reading.result() == in_bytes(weights(1, count=20))
+    assert taking.result() == in_bytes(weights(1, count=20))
     until(lambda: len(publication.dropped) == len(publication.taken) == 1)
     assert "gave up" in publication.dropped[0]
     giving_up = Running(give_up, "step_1")
@@ -244,7 +246,7 @@ def test_closing_while_a_stream_waits_or_runs_ends_it_at_once(root, receivers):
     with pytest.raises(WrongState):
         streaming.result(timeout=2)
     publisher, there, go_on = Publisher(root, bucket_nbytes=4096, stall_s=5), threading.Event(), threading.Event()
-    reading = Running(streamed, receivers(), "step_1", at_piece=lambda _: there.set() or go_on.wait(10))
+    taking = Running(streamed, receivers(), "step_1", at_piece=lambda _: there.set() or go_on.wait(10))
     streaming = Running(publisher.stream, "step_1", weights(1), timeout=60)
     there.wait(10)
     publisher.close()
@@ -252,24 +254,24 @@ def test_closing_while_a_stream_waits_or_runs_ends_it_at_once(root, receivers):
         streaming.result(timeout=2)
     go_on.set()
     with pytest.raises(SourceFailed):
-        reading.result(timeout=5)
+        taking.result(timeout=5)
     assert not root.exists()
 
 
 def test_closing_after_a_stream_lets_its_receivers_end(root, receivers):
     with Publisher(root, bucket_nbytes=BUCKET_NBYTES) as publisher:
-        reading = Running(streamed, receivers(), "step_1", at_piece=lambda _: time.sleep(0.01))
+        taking = Running(streamed, receivers(), "step_1", at_piece=lambda _: time.sleep(0.01))
         publisher.stream("step_1", weights(1), timeout=20)
-    assert reading.result() == in_bytes(weights(1))
+    assert taking.result() == in_bytes(weights(1))
 
 
 def test_held_and_streamed_versions_go_together(publisher, receivers):
     receiver = receivers()
     for step in range(4):
         publisher.publish(f"held_{step}", weights(step))
-        reading = Running(streamed, receiver, f"live_{step}")
+        taking = Running(streamed, receiver, f"live_{step}")
         publisher.stream(f"live_{step}", weights(10 + step), timeout=20)
-        assert reading.result() == in_bytes(weights(10 + step))
+        assert taking.result() == in_bytes(weights(10 + step))
         assert receiver.newest() == f"live_{step}"
         assert held(receiver, f"held_{step}") == in_bytes(weights(step))
 
@@ -366,3 +368,36 @@ def test_trainer_ranks_that_disagree_about_their_number_are_refused(root, receiv
         pytest.raises(SourceFailed, match="rank 1 of 3"),
     ):
         receivers().newest()
+
+
+def test_a_receiver_that_hangs_up_right_after_the_last_piece_counts(publisher, root, monkeypatch):
+    """Its last message must not be overtaken by the end of its connection: here the publisher sees both at once."""
+    decode = reading.decode_description
+
+    def slowly(*args):
+        busy = threading.Event()
+        holding = Running(hold, busy)
+        assert busy.wait(10)
+        held_up.append(holding)
+        return decode(*args)
+
+    def hold(busy):
+        with publisher._changed:
+            os.eventfd_write(publisher._desk._wake, 1)  # its thread has looked, and waits for this one
+            time.sleep(0.1)
+            busy.set()
+            time.sleep(0.2)
+
+    def read_and_close():
+        receiver = IpcReceiver(root)
+        streamed(receiver, "step_1")
+        receiver.close()
+
+    held_up = []
+    monkeypatch.setattr(reading, "decode_description", slowly)
+    ending = Running(read_and_close)
+    publication = publisher.stream("step_1", weights(1), timeout=20)
+    publication.wait(timeout=10)
+    ending.result()
+    assert held_up
+    assert (len(publication.taken), publication.dropped) == (1, [])

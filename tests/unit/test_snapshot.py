@@ -62,8 +62,8 @@ def loaded(snapshot):
 
 def from_pieces(snapshot, **options):
     data = {name: bytearray(spec.nbytes) for name, spec in snapshot.specs.items()}
-    for name, offset, piece in snapshot.pieces(Deadline.after(60), **options):
-        data[name][offset : offset + len(piece)] = piece
+    for piece in snapshot.pieces(Deadline.after(60), **options):
+        data[piece.tensor][piece.offset : piece.offset + len(piece.data)] = piece.data
     return data
 
 

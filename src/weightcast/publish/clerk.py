@@ -184,9 +184,9 @@ class Clerk:
             self.shelf.leave(session)
             if slab.publication is not None:
                 slab.publication.taken.append(session.name)
-            self._post(session, End(epoch=message.epoch))
         elif self.stream is None or not self.stream.done(session, message.epoch):
             raise SourceFailed("the publisher does not know of this transfer, or has ended it.")
+        self._post(session, End(epoch=message.epoch))
 
     def _leave(self, session: Session, why: str) -> None:
         self._questions = [question for question in self._questions if question.session is not session]

@@ -100,6 +100,7 @@ class HostDevice:
                 _check_available(size)
                 os.ftruncate(descriptor, size)
                 mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                mapping.madvise(mmap.MADV_DONTFORK)  # children (workers that load data) must not keep it from being freed
                 _touch(descriptor, mapping, size)
                 # From here on only the mapping above can write, and no reader can be cut short.
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

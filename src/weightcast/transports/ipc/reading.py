@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 
 from weightcast.clock import Deadline
-from weightcast.errors import SourceFailed, WrongState
+from weightcast.errors import DeadlineExceeded, SourceFailed, WrongState
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Piece, from_bytes
 from weightcast.transports.ipc.attachment import Attachment
 from weightcast.transports.ipc.descriptions import decode_description
 from weightcast.transports.ipc.device import Device, Memory
 from weightcast.transports.ipc.messages import Ack, Done, End, Ready, Span
 from weightcast.wire.manifest import Manifest, TensorEntry
+
+log = logging.getLogger(__name__)
+
+_TOLD_S = 1.0
 
 Buckets = Generator[Iterator[Piece], None, Manifest]
 
@@ -53,7 +58,7 @@ class Transfer:
             if isinstance(message, End):
                 sealed = decode_description(message.manifest, self._where)
                 self._check_same(sealed)
-                self.attachment.send(Done(epoch=self.epoch))
+                self._tell_done(deadline)
                 return sealed
             if not isinstance(message, Ready) or message.sequence != sequence:
                 raise SourceFailed(
@@ -62,6 +67,17 @@ class Transfer:
                 )
             yield self._bucket(message)
             sequence += 1
+
+    def _tell_done(self, deadline: Deadline) -> None:
+        """Let the publisher know, and see that it does: whoever reads a stream may hang up right afterwards.
+
+        The version is whole whatever it answers.
+        """
+        told = Deadline.after(min(_TOLD_S, deadline.remaining()))
+        try:
+            self.attachment.ask(Done(epoch=self.epoch), End, deadline=told, what=f"ending {self.part.version}")
+        except (DeadlineExceeded, SourceFailed) as error:
+            log.debug("end version=%s: %s", self.part.version, error)
 
     def _bucket(self, message: Ready) -> Iterator[Piece]:
         """The pieces of a bucket; acknowledged when the consumer asks for more than there are."""
