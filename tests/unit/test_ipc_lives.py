@@ -2,12 +2,9 @@
 
 import gc
 import logging
-import shutil
-import tempfile
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from ipc_pairs import (
@@ -34,27 +31,6 @@ from weightcast.publish.publisher import Publisher
 from weightcast.transports.ipc import place as places
 from weightcast.transports.ipc.place import Claim, Place
 from weightcast.transports.ipc.receiver import IpcReceiver
-from weightcast.transports.registry import open_receiver
-
-
-@pytest.fixture
-def root():
-    path = Path(tempfile.mkdtemp(prefix="wc-"))  # the path of a socket must be short
-    yield path / "run"
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def publisher(root):
-    with Publisher(root, bucket_nbytes=BUCKET_NBYTES, hold_s=10, stall_s=5) as one:
-        yield one
-
-
-@pytest.fixture
-def receiver(publisher):
-    one = open_receiver(publisher.url, rank=0)
-    yield one
-    one.close()
 
 
 def test_a_second_publisher_in_the_same_place_is_refused_and_harms_nobody(publisher, receiver, root, monkeypatch):

@@ -3,15 +3,12 @@
 import json
 import os
 import random
-import shutil
 import socket
 import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import zmq
@@ -38,13 +35,6 @@ from weightcast.transports.ipc.receiver import IpcReceiver
 from weightcast.transports.registry import open_receiver
 
 SILENCE_MS = 150  # nothing came, and nothing will
-
-
-@pytest.fixture
-def root():
-    path = Path(tempfile.mkdtemp(prefix="wc-"))  # the path of a socket must be short
-    yield path / "run"
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -1,17 +1,13 @@
 """Versions that a publisher holds: publisher and receivers in one process."""
 
 import os
-import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from ipc_pairs import (
-    BUCKET_NBYTES,
     Running,
     copied,
     held,
@@ -35,28 +31,6 @@ from weightcast.errors import (
 )
 from weightcast.publish.publisher import Publisher
 from weightcast.transports.ipc.receiver import IpcReceiver
-from weightcast.transports.registry import open_receiver
-
-
-@pytest.fixture
-def root():
-    path = Path(tempfile.mkdtemp(prefix="wc-"))  # the path of a socket must be short
-    yield path / "run"
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def publisher(root):
-    with Publisher(root, bucket_nbytes=BUCKET_NBYTES, hold_s=10, stall_s=5) as one:
-        yield one
-
-
-@pytest.fixture
-def receiver(publisher):
-    one = open_receiver(publisher.url, rank=0)
-    yield one
-    one.close()
-
 
 # -- what comes ----------------------------------------------------------------------------------------------------------
 

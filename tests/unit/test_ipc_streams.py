@@ -1,11 +1,8 @@
 """Versions that are streamed through two buckets, and several trainer ranks: everything in one process."""
 
 import os
-import shutil
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +21,6 @@ from weightcast.errors import (
 from weightcast.publish.publisher import Publisher
 from weightcast.transports.ipc import reading
 from weightcast.transports.ipc.receiver import IpcReceiver
-
-
-@pytest.fixture
-def root():
-    path = Path(tempfile.mkdtemp(prefix="wc-"))  # the path of a socket must be short
-    yield path / "run"
-    shutil.rmtree(path)
 
 
 @pytest.fixture
