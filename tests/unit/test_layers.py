@@ -15,10 +15,11 @@ ROOMS = {
     "delta": 3,
     "store": 4,
     "transports": 5,
-    "publish": 6, "worker": 6,
-    "engines": 7, "control": 8, "fleet": 9,
-    "bench": 10, "chaos": 10, "demo": 10,
-    "cli": 11,
+    "depot": 6,
+    "publish": 7, "worker": 7,
+    "engines": 8, "control": 9, "fleet": 10,
+    "bench": 11, "chaos": 11, "demo": 11,
+    "cli": 12,
 }  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))
 
@@ -65,6 +66,8 @@ def test_nothing_unpickles_or_reads_the_environment(path):
         *(("torch", name) for name in ("load", "save")),
         *(("os", name) for name in ("environ", "getenv")),
     }
+    if path == SRC / "transports/nixl/library.py":  # UCX has no other settings
+        forbidden.remove(("os", "environ"))
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightcast.errors import (
+    AccessRefused,
     CommitFailed,
     Conflict,
     Corrupt,
@@ -31,6 +32,7 @@ STATUS: dict[str, int] = {
     CommitFailed.code: 500,
     Corrupt.code: 502,
     SourceFailed.code: 502,
+    AccessRefused.code: 502,
     NotReady.code: 503,
     ReplicaFailed.code: 503,
     DeadlineExceeded.code: 504,

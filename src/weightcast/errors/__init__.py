@@ -23,6 +23,7 @@
     │   └── DeltaDoesNotFit       the same for a delta and the tensors it is to be applied to
     ├── VerificationUnavailable   a digest check was asked for and the source has no digests
     ├── SourceFailed              the source died, or sent too little, too much or the same twice
+    ├── AccessRefused             a depot wants a token, or another one than it was given
     ├── ReceiversLost             receivers of a live stream died, gave up or took too long
     ├── DeadlineExceeded
     ├── StorageFailed             the file system refused: full, read-only, no permission
@@ -40,6 +41,7 @@ Each class has a stable `code`, used by programs where people read the message, 
 from __future__ import annotations
 
 from weightcast.errors.kinds import (
+    AccessRefused,
     AnyPath,
     BaseVersionMismatch,
     CommitFailed,
@@ -88,6 +90,7 @@ from weightcast.errors.serving import (
 )
 
 __all__ = [
+    "AccessRefused",
     "AnyPath",
     "BaseVersionMismatch",
     "ClearIncomplete",

@@ -303,6 +303,13 @@ class SourceFailed(WeightcastError):
     code = "source_failed"
 
 
+class AccessRefused(WeightcastError):
+    """A depot wants a token, or another one than it was given."""
+
+    code = "access_refused"
+    exit_code = 2
+
+
 class ReceiversLost(WeightcastError):
     """Receivers of a stream died, gave up or took too long. The trainer and all others are not affected."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State
-from weightcast.tensors.flat import Array, Pieces
+from weightcast.tensors.boxes import Held
+from weightcast.tensors.flat import Array, Bytes, Pieces
+from weightcast.wire.depot import BoxOf
 from weightcast.wire.manifest import Manifest
 
 
@@ -76,3 +78,82 @@ class StateReceiver(Receiver, Protocol):
 
     def folded(self, deltas: Sequence[Manifest], *, deadline: Deadline) -> Delta:
         """Delta versions that follow one another as one delta in its sparse form, decoded along the base they start on."""
+
+
+class Landed(NamedTuple):
+    """Bytes of a tensor, or of a box, that lie now where they were wanted."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+Seen = Callable[[Landed], None]
+
+
+def unseen(_landed: Landed) -> None:
+    """Nobody looks."""
+
+
+@runtime_checkable
+class LandingReceiver(Receiver, Protocol):
+    """A receiver that writes bytes straight to where the caller wants them, in any order, several at a time."""
+
+    def landings(
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+    ) -> Generator[Landed, None, None]:
+        """Fill each memory with the bytes of the transfer of that name (a tensor's, or the payload's of a delta).
+
+        Every byte is told once, when it is there; nothing is verified. The iterator ends when all are, or raises. Closing it
+        cancels the rest. `seen` is called for the same bytes before they are told, by the thread that received them, while
+        they are in its cache: whoever hashes them there reads them for nothing. Several threads may call it at a time.
+
+        As long as anything may still be written to a memory, also after an error, the receiver keeps a reference to it: so
+        memory that nobody else refers to can be used again as soon as the receiver lets go of it.
+        """
+
+
+@runtime_checkable
+class MendingReceiver(LandingReceiver, Protocol):
+    """A receiver that can fetch again what came wrong, without fetching all of it again."""
+
+    def suspect(self, manifest: Manifest, name: str, memory: Bytes, *, deadline: Deadline) -> list[tuple[int, int]]:
+        """Where a tensor that landed with a wrong digest may be wrong: offsets and sizes."""
+
+    def refetch(
+        self, manifest: Manifest, name: str, memory: Bytes, ranges: Sequence[tuple[int, int]], *, deadline: Deadline
+    ) -> None:
+        """Fetch ranges of a tensor again, from somebody else than who sent them if there is anybody."""
+
+
+@runtime_checkable
+class BoxReceiver(Receiver, Protocol):
+    """A receiver that can fetch boxes of tensors, so that a rank that holds slices receives those and nothing else."""
+
+    def boxes(
+        self, manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]], *, deadline: Deadline
+    ) -> Generator[tuple[int, str], None, None]:
+        """Fill each memory with the bytes of its box, C order; tells the index of each that is there, and the digest that
+        the source says it must have. Nothing is verified. Memory is kept referred to as by `landings`.
+        """
+
+    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
+        """The digests that parameters must have when they are cut from the state that a version is, by their names."""
+
+
+@runtime_checkable
+class CatchUpReceiver(Receiver, Protocol):
+    """A receiver whose source can work out a delta between two versions that it holds."""
+
+    def shortcut(self, manifest: Manifest, held: Manifest, *, sliced: bool, deadline: Deadline) -> Manifest | None:
+        """The same version as one delta on what is held, to be received like any other; None if there is no such delta or
+        it is not cheaper than the way that `manifest` tells. A `sliced` one can be decoded without its base.
+        """
+
+
+@runtime_checkable
+class AcknowledgingReceiver(Receiver, Protocol):
+    """A receiver whose source wants to know who serves what: it keeps the bases that deltas are made on."""
+
+    def acknowledge(self, manifest: Manifest, receiver: str, *, deadline: Deadline) -> None:
+        """Tell that `receiver` serves a version now. A source that cannot be reached is no error: it is only logged."""

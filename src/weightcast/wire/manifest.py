@@ -13,7 +13,10 @@ from typing import Literal
 import msgspec
 
 from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
-from weightcast.tensors.digest import ALGORITHMS, Algorithm, root_digest
+from weightcast.tensors.box_digest import boxes_digest
+from weightcast.tensors.box_plan import tiling_problems
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.seal import seal, unseal
@@ -69,6 +72,15 @@ class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
     root_digest: str
 
 
+class BoxEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of a tensor that publishers hold, its digest (raw bytes, C order), and the ranks of those publishers."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    digest: str
+    ranks: tuple[int, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A version: an immutable set of tensors.
 
@@ -77,6 +89,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     A delta describes the whole new state too: `tensors` has an entry for each of its tensors, with digest but without a
     place. Its bytes are one packed delta, `payload`, which leads there from `base`.
+
+    A version that several publishers share, each with boxes of its tensors, has them in `boxes`: they cover each tensor
+    exactly once, and the digest of a tensor is taken over those of its boxes.
     """
 
     version: str
@@ -94,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     format: int = FORMAT
     payload: FileEntry | None = None
+    boxes: dict[str, tuple[BoxEntry, ...]] = {}
 
     @property
     def sealed(self) -> bool:
@@ -191,10 +207,31 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         if holder not in holders:
             yield f"{name!r} is tied to {holder!r}, which has no bytes"
     yield from tensor_problems(manifest.tensors, manifest.algorithm)
-    if manifest.kind == "full":
+    if manifest.boxes:
+        yield from box_problems(manifest)
+    elif manifest.kind == "full":
         yield from place_problems(manifest.parts, manifest.tensors)
     if manifest.root_digest != _root_or_none(manifest):
         yield "the root digest does not follow from the tensors"
+
+
+def box_problems(manifest: Manifest) -> Iterator[str]:
+    """Boxes that do not cover each tensor of a shared version exactly once, or whose digests are not that of the tensor."""
+    if manifest.kind != "full" or manifest.parts:
+        yield f"it has boxes, and is {manifest.kind} with {len(manifest.parts)} part(s)"
+    entries = {entry.name: entry for entry in manifest.tensors}
+    yield from (f"boxes of {name!r}, which is not a tensor of it" for name in manifest.boxes if name not in entries)
+    for name, entry in entries.items():
+        boxes = manifest.boxes.get(name, ())
+        try:
+            covering = [Box(box.start, box.shape) for box in boxes]
+            yield from (f"tensor {name!r}: {problem}" for problem in tiling_problems(entry.shape, covering))
+        except InvalidInput as error:
+            yield f"tensor {name!r}: {error}"
+        wrong = [box.digest for box in boxes if not _is_digest(box.digest, manifest.algorithm) or not box.ranks]
+        yield from (f"tensor {name!r} has a box with digest {digest!r} that nobody holds" for digest in wrong)
+        if not wrong and entry.digest != boxes_digest(((box, box.digest) for box in boxes), manifest.algorithm or DEFAULT):
+            yield f"the digest of tensor {name!r} does not follow from its boxes"
 
 
 def _root_or_none(manifest: Manifest) -> str | None:

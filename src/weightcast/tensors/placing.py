@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightcast.tensors.boxes import Box, Placement
+from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 
@@ -19,7 +20,14 @@ _CONVERT_NBYTES = 2 << 20  # converted before it is transposed: stays in the cac
 _TILES = {1: (512, 256), 2: (512, 512), 4: (256, 128), 8: (256, 128)}
 _SKEW_NBYTES = 32
 
+_CONVERTIBLE = {DType.F64, DType.F32, DType.F16, DType.BF16}  # an 8-bit float means nothing without its scale
+
 Check = Callable[[], None]
+
+
+def converts(source: DType, target: DType) -> bool:
+    """Whether elements of one type can become those of another by `place`."""
+    return source == target or {source, target} <= _CONVERTIBLE
 
 
 def place(tensor: Array, parameter: Array, placement: Placement, check: Check) -> None:

@@ -1,0 +1,1 @@
+"""Depots: processes that serve versions to other hosts, over HTTP and NIXL."""

@@ -1,0 +1,58 @@
+"""What a depot serves: versions that lie in memory, mapped from files or a publisher's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from weightcast.clock import Deadline
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.flat import Array
+from weightcast.wire.depot import Newest, Offer
+from weightcast.wire.manifest import Manifest
+
+
+class Holding(Protocol):
+    """One version that can be read. It stays as it is while it is held, whatever happens to the shelf."""
+
+    manifest: Manifest
+
+    @property
+    def encoded(self) -> bytes:
+        """The manifest as it is sent: sealed."""
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The files that the version is made of, parts, payload and others, and their sizes."""
+
+    def views(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[memoryview]:
+        """The bytes of a range where they lie, to be sent from there. Waits for bytes that are still on their way here.
+
+        Raises `NotFound` for a file that is not of the version, `InvalidInput` for a range that it does not have.
+        """
+
+    def tensor(self, name: str) -> tuple[Box, Array]:
+        """What is held of a tensor, where it lies: the whole of it, or one box if several publishers share a version.
+
+        Raises `NotFound` if nothing is, and for a delta: then the state that it leads to must be worked out.
+        """
+
+
+class Shelf(Protocol):
+    """All versions of a depot. Any thread may call."""
+
+    def offers(self) -> list[Offer]:
+        """What there is, in the order of publication."""
+
+    def newest(self) -> Newest | None:
+        """The version to take where none is asked for."""
+
+    def wait_newer(self, after: str, *, deadline: Deadline) -> Newest | None:
+        """The newest version once it is another than `after`; None if it is not before the deadline."""
+
+    def holding(self, version: str) -> AbstractContextManager[Holding]:
+        """A version, kept for as long as the context lasts. Raises `VersionNotFound`."""
+
+    def close(self) -> None:
+        """Let go of everything. Safe twice."""
