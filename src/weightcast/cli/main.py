@@ -16,6 +16,7 @@ import click
 from weightcast import __version__
 from weightcast.cli.bench import bench
 from weightcast.cli.demo import demo
+from weightcast.cli.depot import depot
 from weightcast.cli.model import model
 from weightcast.cli.publish import publish
 from weightcast.cli.serve import serve
@@ -39,7 +40,7 @@ def cli(verbose: int) -> None:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", force=True)
 
 
-for command in (publish, store, snapshot, model, serve, demo, bench):
+for command in (publish, store, snapshot, depot, model, serve, demo, bench):
     cli.add_command(command)
 
 

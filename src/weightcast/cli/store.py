@@ -268,16 +268,30 @@ def _payload_nbytes(manifest: Manifest) -> int:
     "--keep-full-every", type=click.IntRange(min=1), help="Also keep a full version at every so many publications."
 )
 @click.option("--protect", multiple=True, metavar="VERSION", help="Keep this version too; may be given several times.")
+@click.option("--ignore-receivers", is_flag=True, help="Keep nothing only because a receiver told a depot it serves it.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @json_option
 def gc(
-    path: Path, keep_last: int, keep_full_every: int | None, protect: tuple[str, ...], dry_run: bool, as_json: bool
+    path: Path,
+    keep_last: int,
+    keep_full_every: int | None,
+    protect: tuple[str, ...],
+    ignore_receivers: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Remove old versions of STORE, payloads that a fold replaced, and what interrupted publishes left behind.
 
-    The newest version and the bases of kept deltas always stay.
+    The newest version and the bases of kept deltas always stay. So do, for an hour, versions that receivers told a depot
+    of this store they serve.
     """
-    report = Store(path).gc(keep_last=keep_last, keep_full_every=keep_full_every, protect=protect, dry_run=dry_run)
+    report = Store(path).gc(
+        keep_last=keep_last,
+        keep_full_every=keep_full_every,
+        protect=protect,
+        ignore_receivers=ignore_receivers,
+        dry_run=dry_run,
+    )
 
     def human(console: Console) -> None:
         verb = "would remove" if report.dry_run else "removed"

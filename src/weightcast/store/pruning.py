@@ -29,17 +29,24 @@ class GcReport:
 
 
 def prune(
-    catalog: Catalog, *, keep_last: int, keep_full_every: int | None, protect: Collection[str], dry_run: bool
+    catalog: Catalog,
+    *,
+    keep_last: int,
+    keep_full_every: int | None,
+    protect: Collection[str],
+    served: Collection[str] = (),
+    dry_run: bool,
 ) -> GcReport:
-    """See `Store.gc`. The caller holds the store's lock."""
+    """See `Store.gc`; `served` are the versions that receivers are at. The caller holds the store's lock."""
     manifests = [listing.manifest for listing in catalog.listings() if listing.manifest]
     keep = plan_retention(
         manifests,
         keep_last=keep_last,
         keep_full_every=keep_full_every,
         newest=_announced(catalog),
-        protect=protect,
+        protect={*protect, *served},
     )
+    keep |= dict.fromkeys(keep.keys() & set(served) - set(protect), "a receiver serves it")
     removed = [manifest.version for manifest in manifests if manifest.version not in keep]
     unsealed = sorted(path.name for path in catalog.directories() if not (path / layout.MANIFEST).exists())
     kept = [manifest for manifest in manifests if manifest.version in keep]

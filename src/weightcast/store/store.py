@@ -11,6 +11,7 @@ from weightcast.clock import Deadline
 from weightcast.delta import Packing
 from weightcast.errors import AnyPath, ManifestCorrupt
 from weightcast.store import layout
+from weightcast.store.acks import served_versions
 from weightcast.store.catalog import Catalog, Listing
 from weightcast.store.chain import load_chain, resolve
 from weightcast.store.checkpoint import Checkpoint
@@ -147,17 +148,24 @@ class Store:
         keep_last: int = 3,
         keep_full_every: int | None = None,
         protect: Collection[str] = (),
+        ignore_receivers: bool = False,
         dry_run: bool = False,
     ) -> GcReport:
         """Remove old versions, replaced payloads and what interrupted writers left behind.
 
-        `docs/format.md` says what is kept. A version is gone the moment its manifest is; a `gc` that dies leaves garbage
-        that the next one removes.
+        `docs/format.md` says what is kept. Versions that receivers told a depot of this store they serve are kept too,
+        unless `ignore_receivers`. A version is gone the moment its manifest is; a `gc` that dies leaves garbage that the
+        next one removes.
         """
         self._catalog.check_exists()
         with self._locked():
             return prune(
-                self._catalog, keep_last=keep_last, keep_full_every=keep_full_every, protect=protect, dry_run=dry_run
+                self._catalog,
+                keep_last=keep_last,
+                keep_full_every=keep_full_every,
+                protect=protect,
+                served=() if ignore_receivers else served_versions(self.path),
+                dry_run=dry_run,
             )
 
     def migrate(self) -> VersionFile | None:

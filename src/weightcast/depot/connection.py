@@ -1,0 +1,287 @@
+"""One client of a depot: requests are read, answered and sent one after the other, in a thread of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from weightcast.clock import Deadline
+from weightcast.depot.access import Gate
+from weightcast.depot.exchange import Handler, Reply, Request
+from weightcast.depot.heads import MAX_HEAD_NBYTES, Head, Refusal, end_of_head, parse_head
+from weightcast.depot.replies import failure, reply_of
+from weightcast.depot.routing import Routes
+from weightcast.errors import WeightcastError
+from weightcast.tensors.digest import bytes_digest
+from weightcast.wire.depot import QUERY_HEADER
+
+if TYPE_CHECKING:
+    import ssl
+
+log = logging.getLogger(__name__)
+
+REQUEST_S = 600.0  # for a handler to work an answer out; sending it takes as long as it takes, if only it goes on
+_LINGER_S = 1.0
+_READ_NBYTES = 64 << 10
+_BODY_NBYTES_PER_S = 100_000  # a body must come at least this fast, after `stall_s`
+_TLS_NBYTES = 256 << 10  # what is sent over TLS at once: a call returns only when all of it was taken, unlike a plain one
+_LONG_S, _LONG_NBYTES = 1.0, 64 << 20  # a request above either is logged
+
+
+@dataclass(frozen=True)
+class Service:
+    """What all connections of a depot share."""
+
+    routes: Routes
+    gate: Gate
+    tls: ssl.SSLContext | None
+    stall_s: float
+    keep_s: float
+    closing: threading.Event
+
+
+class Connection:
+    """A connected client. `idle_since` is set between requests. Only `cut` may be called by other threads."""
+
+    def __init__(self, accepted: socket.socket, peer: str, service: Service) -> None:
+        self._socket, self._service, self.peer = accepted, service, peer
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+        self.idle_since: float | None = None
+        self.requests = self.failures = self.sent_nbytes = 0
+
+    def run(self) -> None:
+        """Serve until the client or the depot ends it."""
+        try:
+            self._shake_hands()
+            while not self._service.closing.is_set() and self._serve_one():
+                pass
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # the kernel's word for a mapping without a file behind it
+                log.warning("cut client=%s: a file was truncated while it was being sent", self.peer)
+            else:
+                log.debug("lost client=%s: %s", self.peer, error)
+            self._abandon()
+        except Exception:  # nothing above this would say what went wrong
+            log.exception("cut client=%s", self.peer)
+        finally:
+            with self._lock:
+                self._socket.close()
+
+    def cut(self) -> None:
+        """End it at once, whatever it is doing: its thread finds the connection broken."""
+        with self._lock, suppress(OSError):
+            # not SSLSocket.shutdown, which takes the encryption off under the thread that is sending
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _abandon(self) -> None:
+        """Have the system forget what the client did not take. It learns that its answer is not whole."""
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _shake_hands(self) -> None:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(self._service.stall_s)
+        if self._service.tls is None:
+            return
+        with self._lock:
+            wrapped = self._service.tls.wrap_socket(self._socket, server_side=True, do_handshake_on_connect=False)
+            self._socket = wrapped
+        if not self._service.closing.is_set():  # whoever cut it just now may have met the socket before it was wrapped
+            wrapped.do_handshake()  # the timeout is for all of it
+
+    def _serve_one(self) -> bool:
+        """Read a request and answer it. False if there can be no other one."""
+        head = self._read_head()
+        if head is None:
+            return False
+        began, sent = time.monotonic(), self.sent_nbytes
+        self.requests += 1
+        if isinstance(head, Refusal):
+            return self._refuse(None, failure(head.status, head.code, head.message))
+        keeps = self._answer(head)
+        seconds, nbytes = time.monotonic() - began, self.sent_nbytes - sent
+        if seconds >= _LONG_S or nbytes >= _LONG_NBYTES:
+            asked = f"{head.method} {head.path}"
+            log.debug("answer client=%s request=%r nbytes=%d seconds=%.3f", self.peer, asked, nbytes, seconds)
+        return keeps
+
+    def _read_head(self) -> Head | Refusal | None:
+        if not self._buffer:
+            self.idle_since = time.monotonic()
+            if not self._receive(self._service.keep_s):
+                return None
+        self.idle_since = None
+        deadline = Deadline.after(self._service.stall_s)
+        while True:
+            while self._buffer[:2] == b"\r\n":  # an empty line after the body before
+                del self._buffer[:2]
+            end = end_of_head(self._buffer)
+            if end > MAX_HEAD_NBYTES or (not end and len(self._buffer) >= MAX_HEAD_NBYTES):
+                return Refusal(431, "invalid_input", f"the head of the request is longer than {MAX_HEAD_NBYTES} bytes.")
+            if end:
+                head = bytes(self._buffer[:end])
+                del self._buffer[:end]
+                return parse_head(head)
+            if not self._receive(deadline.remaining()):
+                if deadline.remaining() > 0:
+                    return None
+                return Refusal(408, "deadline_exceeded", f"the request did not come within {deadline.seconds:g} s.")
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take in what has come. False if nothing does in time, or nothing more will."""
+        if timeout_s <= 0:
+            return False
+        self._socket.settimeout(timeout_s)
+        try:
+            data = self._socket.recv(_READ_NBYTES)
+        except TimeoutError:
+            return False
+        self._buffer += data
+        return bool(data)
+
+    def _read_body(self, nbytes: int) -> bytes | None:
+        """The body; None if it does not come in time."""
+        deadline = Deadline.after(self._service.stall_s + nbytes / _BODY_NBYTES_PER_S)
+        while len(self._buffer) < nbytes:
+            if not self._receive(min(self._service.stall_s, deadline.remaining())):
+                return None
+        body = bytes(self._buffer[:nbytes])
+        del self._buffer[:nbytes]
+        return body
+
+    def _is_connected(self) -> bool:
+        """Whether the client may still want its answer: it has not ended the connection, and nobody has cut it."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, head: Head) -> bool:
+        try:
+            if head.segments != ("health",):
+                self._service.gate.check(head.headers)
+        except WeightcastError as error:
+            return self._refuse(head, reply_of(error))
+        found = self._service.routes.find(head.method, head.segments)
+        if isinstance(found, list):
+            return self._refuse(head, _no_route(head, found))
+        if head.expects and head.body_nbytes > len(self._buffer):
+            self._send(memoryview(b"HTTP/1.1 100 Continue\r\n\r\n"))
+        body = self._read_body(head.body_nbytes)
+        if body is None:
+            return self._refuse(head, failure(408, "deadline_exceeded", "the body of the request did not come in time."))
+        handler, values = found
+        deadline = Deadline.after(REQUEST_S, cancelled=self._service.closing)
+        request = Request(head.method, values, head.query, head.headers, body, deadline, self._is_connected)
+        with ExitStack() as stack:
+            reply = _handled(handler, request, stack)
+            if body:
+                reply = replace(reply, headers={**reply.headers, QUERY_HEADER: bytes_digest(body)})
+            close_body = getattr(reply.body, "close", None)
+            if close_body is not None:
+                stack.callback(close_body)
+            return self._send_reply(reply, method=head.method, keeps=head.keeps) and head.keeps
+
+    def _refuse(self, head: Head | None, reply: Reply) -> bool:
+        """Answer a request that is not carried out. If its body is not known or not read, nothing can follow it."""
+        keeps = head is not None and head.keeps and head.body_nbytes == 0
+        sent = self._send_reply(reply, method=head.method if head else "GET", keeps=keeps)
+        if keeps:
+            return sent
+        self._linger()
+        return False
+
+    def _send_reply(self, reply: Reply, *, method: str, keeps: bool) -> bool:
+        """Send it. False if the connection cannot be used any more because the body was not what was promised."""
+        self.failures += reply.status >= 500
+        head = _head_of(reply, keeps=keeps and not self._service.closing.is_set())
+        self._socket.settimeout(self._service.stall_s)
+        if method == "HEAD" or reply.status in (204, 304):
+            self._send(memoryview(head))
+            return True
+        if isinstance(reply.body, tuple) and reply.nbytes <= _READ_NBYTES:
+            answer = b"".join((head, *reply.body))
+            self._send(memoryview(answer))
+            return len(answer) == len(head) + reply.nbytes
+        self._send(memoryview(head))
+        left = reply.nbytes
+        try:
+            for block in reply.body:
+                view = memoryview(block).cast("B")
+                if view.nbytes > left:
+                    break
+                self._send(view)
+                left -= view.nbytes
+            else:
+                if left == 0:
+                    return True
+        except WeightcastError as error:
+            log.warning("cut client=%s left=%d: %s", self.peer, left, error)
+            return False
+        log.error("cut client=%s: its answer was to have %d bytes, not more or less", self.peer, reply.nbytes)
+        return False
+
+    def _send(self, data: memoryview) -> None:
+        """Send all of it. Every call must get on within `stall_s`: the timeout of the socket."""
+        most = len(data) if self._service.tls is None else _TLS_NBYTES
+        while data:
+            sent = self._socket.send(data[:most])
+            self.sent_nbytes += sent
+            data = data[sent:]
+
+    def _linger(self) -> None:
+        """Let the client read the answer: closing with bytes unread would take it away from it."""
+        deadline = Deadline.after(_LINGER_S)
+        with suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while self._receive(deadline.remaining()):
+                self._buffer.clear()
+
+
+def small_answer(reply: Reply) -> bytes:
+    """An answer after which the connection ends, whole."""
+    return b"".join((_head_of(reply, keeps=False), *reply.body))
+
+
+def _handled(handler: Handler, request: Request, stack: ExitStack) -> Reply:
+    try:
+        return handler(request, stack)
+    except WeightcastError as error:
+        return reply_of(error)
+    except Exception:  # a mistake of ours must not end the thread without an answer
+        log.exception("the handler of %s %s failed", request.method, dict(request.path))
+        return failure(500, "error", "the depot could not answer because of a mistake in it; its log says more.")
+
+
+def _no_route(head: Head, allowed: list[str]) -> Reply:
+    if allowed:
+        message = f"{head.path} answers {', '.join(allowed)}, not {head.method}."
+        return failure(405, "invalid_input", message, {"Allow": ", ".join(allowed)})
+    return failure(404, "not_found", f"there is nothing at {head.path[:200]}.")
+
+
+def _head_of(reply: Reply, *, keeps: bool) -> bytes:
+    lines = [
+        f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}",
+        f"Date: {formatdate(usegmt=True)}",
+        *(f"{name}: {value}" for name, value in reply.headers.items()),
+    ]
+    if reply.status not in (204, 304):
+        lines.append(f"Content-Length: {reply.nbytes}")
+    if not keeps:
+        lines.append("Connection: close")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

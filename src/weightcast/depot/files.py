@@ -1,0 +1,144 @@
+"""What a depot answers about its versions: which there are, their manifests, and ranges of their files."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Generator
+from contextlib import ExitStack
+
+from weightcast.clock import Deadline
+from weightcast.depot.exchange import Reply, Request, Route
+from weightcast.depot.holding import Holding, Shelf
+from weightcast.depot.piece_digests import PieceDigester
+from weightcast.depot.ranges import asked_range, names_tag
+from weightcast.depot.replies import failure
+from weightcast.errors import InvalidInput, NotFound, VersionNotSet
+from weightcast.tensors.digest import bytes_digest
+from weightcast.wire.depot import PREFIX, Catalogue, file_tag
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+BLOCK_NBYTES = 4 << 20  # sent at a time: measured fastest over loopback, and every block is looked at before it is sent
+BLOCK_WAIT_S = 60.0  # for a block that is still on its way here
+_SLICE_S = 0.1  # how soon a waiting request notices that the depot closes
+
+
+class FileRoutes:
+    """The routes that every depot has."""
+
+    def __init__(self, shelf: Shelf, closing: threading.Event) -> None:
+        self._shelf, self._closing = shelf, closing
+        self._digester = PieceDigester()
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        version = f"{PREFIX}/versions/{{version}}"
+        return [
+            Route("GET", "/health", self.health),
+            Route("GET", f"{PREFIX}/versions", self.versions),
+            Route("GET", f"{PREFIX}/newest", self.newest),
+            Route("GET", f"{version}/manifest", self.manifest),
+            Route("GET", f"{version}/files/{{file}}", self.file),
+            Route("GET", f"{version}/files/{{file}}/digests", self.digests),
+        ]
+
+    def health(self, _request: Request, _stack: ExitStack) -> Reply:
+        """That it is there."""
+        data = b'{"status":"ok"}'
+        return Reply(200, (data,), len(data), {"Content-Type": "application/json"})
+
+    def versions(self, _request: Request, _stack: ExitStack) -> Reply:
+        """Everything that there is."""
+        newest = self._shelf.newest()
+        return Reply.message(Catalogue(newest.version if newest else None, tuple(self._shelf.offers())))
+
+    def newest(self, request: Request, _stack: ExitStack) -> Reply:
+        """The version to take; with `after` and `wait`, once it is another one."""
+        after, wait = request.query.get("after", ""), _seconds(request.query.get("wait", "0"))
+        deadline = Deadline.after(min(wait, MAX_WAIT_S), cancelled=self._closing)
+        while True:
+            found = self._shelf.newest()
+            if found is not None and found.version != after:
+                return Reply.message(found)
+            left = deadline.remaining()
+            if left <= 0:
+                break
+            self._shelf.wait_newer(after, deadline=Deadline.after(min(left, _SLICE_S), cancelled=self._closing))
+            if self._closing.is_set() or not request.connected():
+                break
+        if found is None and not after:
+            raise VersionNotSet("this depot has no version yet. Publish one.")
+        return Reply(204)
+
+    def manifest(self, request: Request, stack: ExitStack) -> Reply:
+        """The sealed bytes of a manifest."""
+        holding = stack.enter_context(self._shelf.holding(request.path["version"]))
+        data = holding.encoded
+        tag = f'"{bytes_digest(data)}"'
+        if names_tag(request.headers.get("if-none-match", ""), tag, weak=True):
+            return Reply(304, headers={"ETag": tag})
+        log.debug("serve version=%s root=%s", holding.manifest.version, holding.manifest.root_digest)
+        return Reply(200, (data,), len(data), {"Content-Type": "application/json", "ETag": tag})
+
+    def file(self, request: Request, stack: ExitStack) -> Reply:
+        """A file, or a range of it."""
+        holding = stack.enter_context(self._shelf.holding(request.path["version"]))
+        name = request.path["file"]
+        nbytes = _size(holding, name)
+        tag = file_tag(holding.manifest, name)
+        headers = {"ETag": tag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        if not names_tag(request.headers.get("if-match", tag), tag, weak=False):
+            message = f"{name} of version {holding.manifest.version} is not {request.headers['if-match'][:200]} but {tag}."
+            return failure(412, "conflict", message, {"ETag": tag})
+        if names_tag(request.headers.get("if-none-match", ""), tag, weak=True):
+            return Reply(304, headers=headers)
+        asked = asked_range(request.headers, tag, nbytes) if request.method == "GET" else None
+        start, stop = asked if asked is not None else (0, nbytes)
+        if asked is not None and start >= stop:
+            message = f"{name} has {nbytes} bytes: {request.headers['range'][:80]} is outside of it."
+            return failure(416, "invalid_input", message, {"Content-Range": f"bytes */{nbytes}", "ETag": tag})
+        if asked is not None:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
+        body: Generator[memoryview, None, None] | tuple[()] = ()
+        if request.method == "GET":
+            first = self._views(holding, name, start, min(start + BLOCK_NBYTES, stop))  # what is wrong is told in a status
+            body = self._blocks(holding, name, start, stop, first)
+        return Reply(206 if asked is not None else 200, body, stop - start, headers)
+
+    def digests(self, request: Request, stack: ExitStack) -> Reply:
+        """The digests of the pieces of a file."""
+        holding = stack.enter_context(self._shelf.holding(request.path["version"]))
+        name = request.path["file"]
+        _size(holding, name)
+        found = self._digester.digests(holding, name, deadline=request.deadline)
+        return Reply.message(found, headers={"ETag": file_tag(holding.manifest, name)})
+
+    def _blocks(
+        self, holding: Holding, name: str, start: int, stop: int, first: list[memoryview]
+    ) -> Generator[memoryview, None, None]:
+        yield from first
+        for at in range(start + BLOCK_NBYTES, stop, BLOCK_NBYTES):
+            yield from self._views(holding, name, at, min(at + BLOCK_NBYTES, stop))
+
+    def _views(self, holding: Holding, name: str, start: int, stop: int) -> list[memoryview]:
+        return holding.views(name, start, stop, deadline=Deadline.after(BLOCK_WAIT_S, cancelled=self._closing))
+
+
+def _size(holding: Holding, name: str) -> int:
+    nbytes = holding.files.get(name)
+    if nbytes is None:
+        raise NotFound(f"version {holding.manifest.version} has no file {name[:200]!r}: it has {', '.join(holding.files)}.")
+    return nbytes
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InvalidInput(f"wait must be zero or more seconds, not {text[:40]!r}.")
+    return seconds

@@ -1,0 +1,245 @@
+"""A depot: versions served over HTTP/1.1 by threads of its own."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weightcast.clock import Deadline
+from weightcast.depot.access import Gate
+from weightcast.depot.acks import AckRoutes
+from weightcast.depot.connection import Connection, Service, small_answer
+from weightcast.depot.exchange import Route
+from weightcast.depot.files import FileRoutes
+from weightcast.depot.holding import Shelf
+from weightcast.depot.replies import failure
+from weightcast.depot.routing import Routes
+from weightcast.errors import InvalidInput
+from weightcast.store.acks import Acks
+
+if TYPE_CHECKING:
+    import ssl
+
+log = logging.getLogger(__name__)
+
+STALL_S = 30.0
+KEEP_S = 120.0
+MAX_CONNECTIONS = 1024
+_BACKLOG = 1024
+_JOIN_S = 30.0
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]*)):(?P<port>\d{1,5})", re.ASCII)
+_FULL = small_answer(failure(503, "overloaded", "this depot has no room for another client.", {"Retry-After": "1"}))
+
+
+@dataclass(frozen=True)
+class DepotStats:
+    """What a depot has done so far. `connections` is how many there are now."""
+
+    connections: int
+    accepted: int
+    refused: int
+    requests: int
+    failures: int
+    sent_nbytes: int
+
+
+class Depot:
+    """Serves the versions of a shelf until it is closed. The shelf and the acknowledgements stay the caller's.
+
+        with StoredShelf(path) as shelf, Depot(shelf, "0.0.0.0:8300", token=token) as depot:
+            print(depot.url)
+
+    `listen` is HOST:PORT, [ADDRESS]:PORT for IPv6; port 0 takes a free one. With a `token`, all requests but /health must
+    carry it. With `tls`, the depot speaks only TLS. `acks` is where receivers are noted, by default in memory only. Further
+    `routes` are answered too.
+
+    A client that stops in the middle of a request, or does not take its answer, is dropped after `stall_s`; one that asks
+    for nothing after `keep_s`. When there are `max_connections`, the one that has asked for nothing for the longest time
+    makes room, and if all are busy the new one is refused with status 503.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        listen: str = "127.0.0.1:0",
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        acks: Acks | None = None,
+        routes: Sequence[Route] = (),
+        stall_s: float = STALL_S,
+        keep_s: float = KEEP_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        if not (stall_s > 0 and keep_s > 0 and max_connections > 0):
+            raise InvalidInput(f"stall_s={stall_s}, keep_s={keep_s} and max_connections={max_connections} must be positive.")
+        closing = threading.Event()
+        self.acks = Acks(None) if acks is None else acks
+        table = Routes([*FileRoutes(shelf, closing).routes(), *AckRoutes(self.acks).routes(), *routes])
+        service = Service(table, Gate(token), tls, stall_s, keep_s, closing)
+        listening = _listening(listen)
+        self.url = _url_of(listening, "http" if tls is None else "https")
+        self._hall = _Hall(listening, service, max_connections)
+        self._end = weakref.finalize(self, _close, self._hall, os.getpid())
+        self._hall.open()
+        log.info("depot url=%s token=%s", self.url, token is not None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def listening(self) -> socket.socket:
+        """The socket that it listens on, for whoever must tell its address."""
+        return self._hall.listening
+
+    @property
+    def port(self) -> int:
+        """The number of the port."""
+        return int(self.url.rpartition(":")[2])
+
+    def stats(self) -> DepotStats:
+        """What was done so far."""
+        return self._hall.stats()
+
+    def close(self) -> None:
+        """Stop listening, cut every connection and wait for all threads. Safe twice, and in a child of a fork."""
+        self._end()
+
+
+class _Hall:
+    """The listening socket and everybody who came in by it. Its threads do not keep the `Depot` alive."""
+
+    def __init__(self, listening: socket.socket, service: Service, most: int) -> None:
+        self.listening, self._service, self._most = listening, service, most
+        self._lock = threading.Lock()
+        self._inside: dict[Connection, threading.Thread] = {}
+        self._accepted = self._refused = self._requests = self._failures = self._sent_nbytes = 0
+        self._listener = threading.Thread(target=self._listen, name="depot listener", daemon=True)
+
+    def open(self) -> None:
+        self._listener.start()
+
+    def close(self) -> None:
+        deadline = Deadline.after(_JOIN_S)
+        self._service.closing.set()
+        with suppress(OSError):  # wakes the listener; closing alone would not, and a forked child may have it open
+            self.listening.shutdown(socket.SHUT_RDWR)
+        if self._listener.is_alive():
+            self._listener.join(timeout=deadline.remaining())
+        self.listening.close()
+        with self._lock:
+            inside = dict(self._inside)
+        for connection in inside:
+            connection.cut()
+        for connection, thread in inside.items():
+            if thread is not threading.current_thread():
+                thread.join(timeout=deadline.remaining())
+            if thread.is_alive():
+                log.warning("close: the answer to client=%s is still being worked out", connection.peer)
+
+    def stats(self) -> DepotStats:
+        with self._lock:
+            inside = list(self._inside)
+            return DepotStats(
+                connections=len(inside),
+                accepted=self._accepted,
+                refused=self._refused,
+                requests=self._requests + sum(one.requests for one in inside),
+                failures=self._failures + sum(one.failures for one in inside),
+                sent_nbytes=self._sent_nbytes + sum(one.sent_nbytes for one in inside),
+            )
+
+    def _listen(self) -> None:
+        while not self._service.closing.is_set():
+            try:
+                accepted, address = self.listening.accept()
+            except OSError as error:
+                if self._service.closing.is_set():
+                    return
+                log.warning("accept: %s", error)
+                if error.errno != errno.ECONNABORTED:  # no file descriptor or no memory: time may bring some
+                    time.sleep(0.1)
+                continue
+            self._welcome(accepted, f"{address[0]}:{address[1]}")
+
+    def _welcome(self, accepted: socket.socket, peer: str) -> None:
+        connection = Connection(accepted, peer, self._service)
+        thread = threading.Thread(target=self._serve, args=(connection,), name=f"depot client {peer}", daemon=True)
+        with self._lock:
+            self._accepted += 1
+            room = len(self._inside) < self._most or self._make_room()
+            if room:
+                self._inside[connection] = thread
+        if room:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more threads
+                log.warning("refuse client=%s: %s", peer, error)
+                with self._lock:
+                    del self._inside[connection]
+                room = False
+        if not room:
+            self._refuse(accepted)
+
+    def _make_room(self) -> bool:
+        """Cut the connection that has been idle for the longest time. False if all are busy."""
+        idle = [(since, one) for one in self._inside if (since := one.idle_since) is not None]
+        if idle:
+            min(idle, key=lambda item: item[0])[1].cut()
+        return bool(idle)
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        with self._lock:
+            self._refused += 1
+        with accepted, suppress(OSError):
+            accepted.settimeout(0)
+            if self._service.tls is None:
+                accepted.send(_FULL)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.run()
+        finally:
+            with self._lock:
+                self._inside.pop(connection, None)
+                self._requests += connection.requests
+                self._failures += connection.failures
+                self._sent_nbytes += connection.sent_nbytes
+
+
+def _close(hall: _Hall, owner: int) -> None:
+    if os.getpid() == owner:  # in a child of a fork everything belongs to the parent
+        hall.close()
+
+
+def _listening(listen: str) -> socket.socket:
+    given = _ADDRESS.fullmatch(listen)
+    if given is None or int(given["port"]) > 65535:
+        raise InvalidInput(f"{listen!r} is no address to listen on: give HOST:PORT, 0.0.0.0:8300 say.")
+    host, port = given["ipv6"] or given["host"] or None, int(given["port"])
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InvalidInput(f"cannot listen on {listen}: {why}. Choose another address or port.") from error
+
+
+def _url_of(listening: socket.socket, scheme: str) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,275 @@
+"""The versions of a store, as a depot serves them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from weightcast.clock import Deadline
+from weightcast.depot.mapped import MappedVersion
+from weightcast.errors import (
+    AnyPath,
+    InvalidInput,
+    ManifestCorrupt,
+    PartCorrupt,
+    StoreNotFound,
+    VersionNotFound,
+    VersionNotSet,
+    WeightcastError,
+    WrongState,
+)
+from weightcast.store import layout
+from weightcast.store.catalog import Catalog
+from weightcast.store.files import read_small
+from weightcast.store.version_file import TXT_NAME, YAML_NAME
+from weightcast.wire.depot import Newest, Offer
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+KEEP_S = 300.0
+LINGER_S = 30.0
+_TURN_S = 1.0  # how often mappings are looked through that nobody needs any more
+
+Stamp = tuple[int, int, int]  # what changes whenever a file is replaced
+
+
+@dataclass
+class _Kept:
+    """A mapped version, how many read it now, and when it was last let go of."""
+
+    stamp: Stamp
+    version: MappedVersion
+    readers: int = 0
+    used_s: float = field(default_factory=time.monotonic)
+
+
+class StoredShelf:
+    """Serves what is published in a store, by whichever process. Opening it reads nothing; the store may come later.
+
+    Versions that were asked for stay mapped: for `keep_s` after they were last read, but only for `linger_s` once they have
+    left the store, so that a receiver in the middle of one can go on with its next range. `poll_s` is how often the store
+    is looked at while somebody waits for a new version; one thread does that for all.
+    """
+
+    def __init__(self, path: AnyPath, *, poll_s: float = POLL_S, keep_s: float = KEEP_S, linger_s: float = LINGER_S) -> None:
+        if not (poll_s > 0 and keep_s >= 0 and linger_s >= 0):
+            raise InvalidInput(f"poll_s={poll_s} must be positive, keep_s={keep_s} and linger_s={linger_s} not negative.")
+        self.path = Path(path)
+        self._catalog = Catalog(self.path)
+        self._poll_s, self._keep_s, self._linger_s = poll_s, keep_s, linger_s
+        self._changed = threading.Condition()
+        self._opening = threading.Lock()  # one version is mapped at a time, so that none is mapped twice
+        self._kept: dict[str, _Kept] = {}
+        self._offers: dict[str, tuple[Stamp, Offer]] = {}
+        self._newest: Newest | None = None
+        self._looking = threading.Lock()
+        self._seen: object = None  # what the version file looked like when `_newest` was read
+        self._trouble = ""  # why it could not be read the last time: said once
+        self._waiting = 0
+        self._keeper: threading.Thread | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def offers(self) -> list[Offer]:
+        """What there is, in the order of publication. A version whose manifest is damaged is left out and logged."""
+        found: dict[str, tuple[Stamp, Offer]] = {}
+        for directory in self._catalog.directories():
+            version = directory.name
+            stamp = _stamp(directory / layout.MANIFEST)
+            known = self._offers.get(version)
+            if stamp is None:
+                continue
+            if known is not None and known[0] == stamp:
+                found[version] = known
+                continue
+            try:
+                found[version] = stamp, _offer(self._catalog.manifest(version))
+            except VersionNotFound:
+                continue
+            except WeightcastError as error:
+                log.warning("offers store=%s leaves out %s: %s", self.path, version, error)
+        self._offers = found
+        return sorted((offer for _, offer in found.values()), key=lambda offer: offer.sequence)
+
+    def newest(self) -> Newest | None:
+        """The version that version.yaml names; None if none does yet, or if it cannot be had."""
+        self._look()
+        return self._newest
+
+    def wait_newer(self, after: str, *, deadline: Deadline) -> Newest | None:
+        """The newest version once it is another than `after`; None if it is not before the deadline, or this is closed."""
+        self._look()
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._keep()
+                self._changed.wait_for(lambda: self._closed or self._is_newer(after), timeout=deadline.remaining())
+            finally:
+                self._waiting -= 1
+            return self._newest if self._is_newer(after) else None
+
+    def _is_newer(self, after: str) -> bool:
+        return self._newest is not None and self._newest.version != after
+
+    def _look(self) -> None:
+        """Read the version file again if it is another one. One thread at a time: an older answer never follows a newer."""
+        with self._looking:
+            seen = (_stamp(self.path / YAML_NAME), _stamp(self.path / TXT_NAME))
+            if seen == self._seen:
+                return
+            newest, trouble = None, ""
+            try:
+                manifest = self._catalog.manifest(self._catalog.newest())
+                newest = Newest(manifest.version, manifest.sequence, manifest.root_digest)
+            except (VersionNotSet, StoreNotFound) as error:
+                log.debug("newest store=%s: %s", self.path, error)
+            except WeightcastError as error:
+                trouble = str(error)
+                if trouble != self._trouble:
+                    log.warning("newest store=%s: %s", self.path, error)
+            with self._changed:
+                self._seen, self._newest, self._trouble = None if trouble else seen, newest, trouble
+                self._changed.notify_all()
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self, version: str) -> Iterator[MappedVersion]:
+        """A version, kept for as long as the context lasts. Raises `VersionNotFound`, or `PartCorrupt` if it is damaged."""
+        kept = self._take(check_version_id(version))
+        try:
+            yield kept.version
+        finally:
+            with self._changed:
+                kept.readers -= 1
+                kept.used_s = time.monotonic()
+
+    def _take(self, version: str) -> _Kept:
+        kept = self._taken(version)
+        if kept is None:
+            with self._opening:
+                kept = self._taken(version) or self._mapped(version)
+        return kept
+
+    def _taken(self, version: str) -> _Kept | None:
+        """The version if it is mapped as it is now, or if it has left the store and is still read by who began with it."""
+        stamp = _stamp(layout.manifest_path(self.path, version))
+        with self._changed:
+            if self._closed:
+                raise WrongState(f"read version {version}", "closed", ["open"])
+            kept = self._kept.get(version)
+            if kept is None or stamp not in (None, kept.stamp):
+                return None
+            kept.readers += 1
+            return kept
+
+    def _mapped(self, version: str) -> _Kept:
+        kept = self._map(version)
+        with self._changed:
+            before = self._kept.get(version)
+            if before is not None and (before.readers or time.monotonic() - before.used_s < self._linger_s):
+                kept.version.take_over(before.version)
+            kept.readers += 1
+            if not self._closed:
+                self._kept[version] = kept
+                self._keep()
+        return kept
+
+    def _map(self, version: str) -> _Kept:
+        path = layout.manifest_path(self.path, version)
+        while True:
+            stamp = _stamp(path)
+            try:
+                data = read_small(path, MAX_MANIFEST_NBYTES)
+                manifest = decode_manifest(data, path)
+                if manifest.version != version:
+                    raise ManifestCorrupt(path, f"it describes version {manifest.version}")
+                if stamp is not None:
+                    return _Kept(stamp, MappedVersion(path.parent, manifest, data))
+            except FileNotFoundError:
+                raise VersionNotFound(version, self.path, self._catalog.present()) from None
+            except PartCorrupt:
+                if _stamp(path) == stamp:  # else it was removed or folded meanwhile
+                    raise
+
+    # -- the thread that looks after both -----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Have the thread run that waits for others. The caller holds the condition."""
+        if self._keeper is None and not self._closed:
+            self._keeper = threading.Thread(target=self._run, name="depot shelf", daemon=True)
+            self._keeper.start()
+
+    def _run(self) -> None:
+        turn_s = time.monotonic()
+        while True:
+            with self._changed:
+                if self._closed or not (self._waiting or self._kept):
+                    self._keeper = None
+                    return
+                self._changed.wait_for(lambda: self._closed, timeout=self._poll_s if self._waiting else _TURN_S)
+                waiting = self._waiting
+            if waiting:
+                self._look()
+            if time.monotonic() - turn_s >= _TURN_S:
+                self._let_go()
+                turn_s = time.monotonic()
+
+    def _let_go(self) -> None:
+        """Forget mappings that nobody needs any more."""
+        with self._changed:
+            kept = list(self._kept.items())
+        for version, one in kept:
+            stays = _stamp(layout.manifest_path(self.path, version)) == one.stamp
+            with self._changed:
+                unused_s = time.monotonic() - one.used_s
+                if not one.readers and unused_s >= (self._keep_s if stays else self._linger_s):
+                    if self._kept.get(version) is one:
+                        del self._kept[version]
+                    log.debug("let go of version=%s store=%s", version, self.path)
+
+    def close(self) -> None:
+        """Let go of everything. What is being read stays readable for whoever reads it. Safe twice."""
+        with self._changed:
+            self._closed = True
+            self._kept.clear()
+            keeper = self._keeper
+            self._changed.notify_all()
+        if keeper is not None and keeper is not threading.current_thread():
+            keeper.join()
+
+
+def _offer(manifest: Manifest) -> Offer:
+    return Offer(
+        version=manifest.version,
+        sequence=manifest.sequence,
+        step=manifest.step,
+        kind=manifest.kind,
+        root_digest=manifest.root_digest,
+        nbytes=manifest.nbytes,
+        base=manifest.base.version if manifest.base is not None else None,
+    )
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,260 @@
+"""What a depot answers about versions and their files, asked by a client that is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+from depot_stand import PART, WAIT_S, ask, ask_on, file_path, nothing_left, part_bytes, serving, tensors
+
+from weightcast import Store
+from weightcast.clock import Deadline
+from weightcast.depot.mapped import MappedVersion
+from weightcast.depot.piece_digests import PieceDigester
+from weightcast.depot.ranges import asked_range, names_tag
+from weightcast.errors import NotFound
+from weightcast.tensors.digest import bytes_digest
+from weightcast.wire.depot import PIECE_NBYTES, Catalogue, PieceDigests, file_tag
+from weightcast.wire.manifest import decode_manifest
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    store = Store(tmp_path_factory.mktemp("depot") / "store")
+    store.publish("step_1", tensors(), files={"config.json": b'{"a": 1}', "nothing.txt": b""})
+    return store
+
+
+@pytest.fixture(scope="module")
+def depot(store):
+    with nothing_left(), serving(store) as depot:
+        yield depot
+
+
+@pytest.fixture(scope="module")
+def tag(store):
+    return file_tag(store.manifest("step_1"), PART)
+
+
+def test_health_and_versions_and_newest_are_told(depot, store):
+    manifest = store.manifest("step_1")
+
+    catalogue = msgspec.json.decode(ask(depot, "/v1/versions").body, type=Catalogue)
+
+    assert ask(depot, "/health").json == {"status": "ok"}
+    assert catalogue.newest == "step_1"
+    assert [(one.version, one.kind, one.root_digest, one.nbytes, one.complete) for one in catalogue.versions] == [
+        ("step_1", "full", manifest.root_digest, manifest.nbytes, True)
+    ]
+    assert ask(depot, "/v1/newest").json == {"version": "step_1", "sequence": 1, "root_digest": manifest.root_digest}
+
+
+def test_a_manifest_comes_as_it_was_sealed_and_only_if_it_is_not_known_yet(depot, store):
+    path = "/v1/versions/step_1/manifest"
+
+    first = ask(depot, path)
+    known = ask(depot, path, If_None_Match=f'"other", {first.headers["etag"]}')
+
+    assert decode_manifest(first.body, "answer") == store.manifest("step_1")
+    assert (known.status, known.body) == (304, b"")
+    assert ask(depot, path, If_None_Match='"other"').status == 200
+
+
+@pytest.mark.parametrize("file", [PART, "config.json", "nothing.txt", "model.safetensors.index.json"])
+def test_a_whole_file_comes_as_it_lies_in_the_store(depot, store, file):
+    answer = ask(depot, file_path(file))
+
+    assert answer.status == 200
+    assert answer.body == (store.path / "versions" / "step_1" / file).read_bytes()
+    assert answer.headers["accept-ranges"] == "bytes"
+
+
+RANGES = [
+    ("bytes=0-0", 0, 1), ("bytes=0-99", 0, 100), ("bytes=100-", 100, None), ("bytes=-100", -100, None),
+    ("bytes=5-99999999999", 5, None), ("bytes=-99999999999", 0, None), ("Bytes= 7-9 ", 7, 10),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "start", "stop"), RANGES)
+def test_a_range_comes_as_a_part_and_says_which(depot, store, field, start, stop):
+    data = part_bytes(store)
+    first, last, _ = slice(start, stop).indices(len(data))
+
+    answer = ask(depot, file_path(), Range=field)
+
+    assert answer.status == 206
+    assert answer.body == data[first:last]
+    assert answer.headers["content-range"] == f"bytes {first}-{last - 1}/{len(data)}"
+
+
+@pytest.mark.parametrize(
+    "field", ["bytes=0-1,3-4", "bytes=9-5", "bytes=-", "bytes=a-b", "lines=0-1", "bytes=", "bytes=+1-2"]
+)
+def test_what_is_not_one_range_is_answered_with_the_whole_file(depot, store, field):
+    answer = ask(depot, file_path(), Range=field)
+
+    assert (answer.status, len(answer.body)) == (200, len(part_bytes(store)))
+
+
+@pytest.mark.parametrize("field", ["bytes=99999999-", "bytes=99999999-99999999999", "bytes=-0"])
+def test_a_range_outside_of_the_file_is_refused_with_its_size(depot, store, field):
+    answer = ask(depot, file_path(), Range=field)
+
+    assert answer.status == 416
+    assert answer.headers["content-range"] == f"bytes */{len(part_bytes(store))}"
+    assert answer.json["code"] == "invalid_input"
+
+
+def test_a_range_of_an_empty_file_is_outside_of_it(depot):
+    assert ask(depot, file_path("nothing.txt"), Range="bytes=0-0").status == 416
+    assert ask(depot, file_path("nothing.txt"), Range="bytes=-5").status == 416
+
+
+def test_a_range_of_bytes_that_are_not_here_any_more_is_the_whole_file(depot, store, tag):
+    assert ask(depot, file_path(), Range="bytes=0-9", If_Range=tag).status == 206
+    for other in ('"xxh3-128:00/x"', f"W/{tag}", "Mon, 16 Nov 2020 10:00:00 GMT"):
+        answer = ask(depot, file_path(), Range="bytes=0-9", If_Range=other)
+        assert (answer.status, answer.body) == (200, part_bytes(store))
+
+
+def test_a_file_is_sent_only_if_it_is_the_one_that_is_meant(depot, tag):
+    assert ask(depot, file_path(), If_Match=f'"other", {tag}').status == 200
+    assert ask(depot, file_path(), If_Match="*").status == 200
+    refused = ask(depot, file_path(), If_Match=f'"other", W/{tag}')
+    assert (refused.status, refused.json["code"]) == (412, "conflict")
+    assert ask(depot, file_path(), If_None_Match=f"W/{tag}").status == 304
+    assert ask(depot, file_path(), If_None_Match="*").status == 304
+
+
+def test_a_head_request_has_the_headers_of_the_whole_file_and_no_body(depot, store, tag):
+    answer = ask(depot, file_path(), "HEAD", Range="bytes=0-9")
+
+    assert (answer.status, answer.body) == (200, b"")
+    assert answer.headers["content-length"] == str(len(part_bytes(store)))
+    assert answer.headers["etag"] == tag
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/v1/versions/step_9/manifest", 404, "version_not_found"),
+        ("/v1/versions/step_9/files/x", 404, "version_not_found"),
+        ("/v1/versions/../manifest", 422, "invalid_input"),
+        ("/v1/versions/%2e%2e/manifest", 422, "invalid_input"),
+        ("/v1/versions/step_1/files/manifest.json", 404, "not_found"),
+        ("/v1/versions/step_1/files/..%2f..%2fversion.yaml", 404, "not_found"),
+        ("/v1/versions/step_1/files/../../version.yaml", 404, "not_found"),
+        ("/v1/versions/step_1/files/%00", 404, "not_found"),
+        ("/v1/versions/step_1/files/", 404, "not_found"),
+        ("/v1/versions/step_1/files/x/digests", 404, "not_found"),
+        ("/v1/newest?wait=long", 422, "invalid_input"),
+        ("/v1/newest?wait=-1", 422, "invalid_input"),
+        ("/v1/newest?wait=nan", 422, "invalid_input"),
+        ("/", 404, "not_found"),
+        ("/v1/versions/", 404, "not_found"),
+        ("/health/", 404, "not_found"),
+    ],
+)
+def test_what_is_not_there_is_told_with_a_code(depot, path, status, code):
+    answer = ask(depot, path)
+
+    assert (answer.status, answer.json["code"]) == (status, code)
+
+
+def test_the_digests_of_a_file_cover_its_pieces_and_are_the_same_for_all_who_ask(tmp_path):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", {"a": np.arange(2_500_000, dtype=np.float32)})
+    data, answers = part_bytes(store), []
+    with serving(store) as depot:
+        path = f"{file_path()}/digests"
+        askers = [threading.Thread(target=lambda: answers.append(ask(depot, path))) for _ in range(8)]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join(WAIT_S)
+
+    found = {msgspec.json.decode(answer.body, type=PieceDigests) for answer in answers}
+    pieces = [data[start : start + PIECE_NBYTES] for start in range(0, len(data), PIECE_NBYTES)]
+    assert len(answers) == 8
+    assert found == {PieceDigests("xxh3-128", PIECE_NBYTES, tuple(map(bytes_digest, pieces)))}
+    assert len(pieces) == 3
+
+
+def test_the_digests_of_a_file_are_worked_out_once_for_as_long_as_it_is_held(store):
+    class Counting(MappedVersion):
+        read = 0
+
+        def views(self, file, start, stop, *, deadline):
+            self.read += stop - start
+            return super().views(file, start, stop, deadline=deadline)
+
+    manifest = store.manifest("step_1")
+    holding = Counting(store.path / "versions" / "step_1", manifest, b"")
+    digester, deadline = PieceDigester(), Deadline.after(WAIT_S)
+    first = digester.digests(holding, PART, deadline=deadline)
+    assert digester.digests(holding, PART, deadline=deadline) is first
+    assert holding.read == holding.files[PART]
+    with pytest.raises(NotFound):
+        digester.digests(holding, "none", deadline=deadline)
+
+
+def test_the_digests_of_an_empty_file_are_none(depot):
+    assert ask(depot, f"{file_path('nothing.txt')}/digests").json["digests"] == []
+
+
+def test_waiting_for_a_newer_version_ends_when_it_is_published_or_the_time_is_over(store, tmp_path):
+    fresh, answers = Store(tmp_path / "store"), []
+    fresh.path.mkdir()
+    with serving(fresh) as depot:
+        assert (ask(depot, "/v1/newest").status, ask(depot, "/v1/newest").json["code"]) == (404, "version_not_set")
+        assert ask(depot, "/v1/newest?after=step_1").status == 204
+        for version in ("step_1", "step_2"):
+            after = "step_1" if version == "step_2" else ""
+            waiting = threading.Thread(
+                target=lambda after=after: answers.append(ask(depot, f"/v1/newest?after={after}&wait=20"))
+            )
+            waiting.start()
+            fresh.publish(version, tensors(seed=len(answers)), mode="full")
+            waiting.join(WAIT_S)
+            assert answers[-1].json["version"] == version
+        assert ask(depot, "/v1/newest?after=step_2&wait=0.2").status == 204
+        assert ask(depot, "/v1/newest?after=step_1&wait=20").json["version"] == "step_2"
+
+
+def test_requests_follow_one_another_on_one_connection(depot, store):
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", depot.port, timeout=WAIT_S)) as connection:
+        sockets = set()
+        for status, path in ((200, "/health"), (404, "/nothing"), (200, file_path()), (204, "/v1/newest?after=step_1")):
+            assert ask_on(connection, path).status == status
+            sockets.add(connection.sock.getsockname())
+        assert ask_on(connection, file_path(), "HEAD").status == 200
+        assert ask_on(connection, file_path(), Range="bytes=0-3").body == part_bytes(store)[:4]
+        assert ask_on(connection, "/v1/newest", "DELETE").status == 405
+        assert len(sockets | {connection.sock.getsockname()}) == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 1000])
+def test_ranges_agree_with_slices_of_python(nbytes):
+    data = bytes(index % 251 for index in range(nbytes))
+    for first in (0, 1, nbytes - 1, nbytes, nbytes + 1):
+        for last in (0, 1, nbytes - 1, nbytes, nbytes + 7):
+            if min(first, last) < 0:
+                continue
+            found = asked_range({"range": f"bytes={first}-{last}"}, "tag", nbytes)
+            if last < first:
+                assert found is None
+            else:
+                assert data[slice(*found)] == data[first : last + 1]
+        if first >= 0:
+            assert data[slice(*asked_range({"range": f"bytes={first}-"}, "tag", nbytes))] == data[first:]
+            assert data[slice(*asked_range({"range": f"bytes=-{first}"}, "tag", nbytes))] == data[max(0, nbytes - first) :]
+
+
+def test_tags_are_compared_whole():
+    assert names_tag('"a", "b"', '"b"', weak=False)
+    assert not names_tag('"ab"', '"b"', weak=False)
+    assert not names_tag("", '"b"', weak=True)

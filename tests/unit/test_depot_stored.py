@@ -1,0 +1,258 @@
+"""The versions of a store on a depot's shelf: what is mapped, kept, let go and refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+from depot_stand import PART, WAIT_S, eventually, nothing_left, part_bytes, tensors
+
+from weightcast import Store
+from weightcast.clock import Deadline
+from weightcast.depot.stored import StoredShelf
+from weightcast.errors import InvalidInput, ManifestCorrupt, NotFound, PartCorrupt, VersionNotFound, WrongState
+from weightcast.tensors.boxes import Box
+from weightcast.wire.manifest import decode_manifest
+
+
+def soon():
+    return Deadline.after(WAIT_S)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", tensors(), files={"config.json": b"{}", "nothing.txt": b""})
+    return store
+
+
+@pytest.fixture
+def shelf(store):
+    with nothing_left():
+        with StoredShelf(store.path, keep_s=0.0, linger_s=0.0) as shelf:
+            yield shelf
+        gc.collect()
+
+
+def mapped(store):
+    """Files of the store that this process has mapped, removed ones included."""
+    with open("/proc/self/maps") as maps:
+        return [line.split(maxsplit=5)[5].strip() for line in maps if str(store.path) in line]
+
+
+def test_a_holding_gives_files_and_tensors_where_they_lie(store, shelf):
+    arrays = store.load("step_1")
+    with shelf.holding("step_1") as holding:
+        assert decode_manifest(holding.encoded, "x") == holding.manifest == store.manifest("step_1")
+        assert dict(holding.files) == {
+            file: (store.path / "versions" / "step_1" / file).stat().st_size
+            for file in (PART, "config.json", "nothing.txt", "model.safetensors.index.json")
+        }
+        (view,) = holding.views(PART, 3, 1000, deadline=soon())
+        assert view.readonly
+        assert view == part_bytes(store)[3:1000]
+        assert holding.views("nothing.txt", 0, 0, deadline=soon()) == []
+        for name, array in arrays.items():
+            box, found = holding.tensor(name)
+            assert box == Box.whole(array.shape)
+            assert not found.flags.writeable
+            np.testing.assert_array_equal(found, array)
+        del view, found
+
+
+def test_what_a_version_does_not_have_is_refused(store, shelf):
+    with shelf.holding("step_1") as holding:
+        for start, stop in ((-1, 5), (5, 3), (0, holding.files[PART] + 1)):
+            with pytest.raises(InvalidInput, match="bytes"):
+                holding.views(PART, start, stop, deadline=soon())
+        with pytest.raises(NotFound, match="has no file"):
+            holding.views("../step_1/config.json", 0, 1, deadline=soon())
+        with pytest.raises(NotFound, match="no tensor"):
+            holding.tensor("c")
+    for version, error in (("step_2", VersionNotFound), ("../x", InvalidInput), ("", InvalidInput)):
+        with pytest.raises(error), shelf.holding(version):
+            pass
+
+
+def test_tied_and_empty_tensors_and_deltas_are_known(store, shelf):
+    shared = np.ones(3, dtype=np.float32)
+    store.publish("step_2", {"a": shared, "tied": shared, "none": np.empty((0, 4), dtype=np.float16)}, mode="full")
+    store.publish("step_3", {"a": shared + 1, "none": np.empty((0, 4), dtype=np.float16)}, mode="full")
+    base = tensors()
+    store.publish("step_4", base, mode="full")
+    base["a"][0, 0] += 1
+    store.publish("step_5", base, mode="delta")
+
+    with shelf.holding("step_2") as holding:
+        np.testing.assert_array_equal(holding.tensor("tied")[1], shared)
+        assert holding.tensor("none")[1].shape == (0, 4)
+    with shelf.holding("step_5") as holding:
+        payload = holding.manifest.payload
+        (view,) = holding.views(payload.file, 0, payload.nbytes, deadline=soon())
+        assert view == (store.path / "versions" / "step_5" / payload.file).read_bytes()
+        del view
+        with pytest.raises(NotFound, match="delta"):
+            holding.tensor("a")
+    offers = shelf.offers()
+    assert [offer.version for offer in offers] == [f"step_{number}" for number in range(1, 6)]
+    assert [offer.kind for offer in offers][-2:] == ["full", "delta"]
+    assert offers[-1].base == "step_4"
+
+
+def test_versions_stay_readable_while_they_are_held_whatever_gc_removes(store, shelf):
+    data = part_bytes(store)
+    with shelf.holding("step_1") as holding:
+        store.publish("step_2", tensors(1), mode="full")
+        store.gc(keep_last=1)
+        assert store.versions() == ["step_2"]
+        (view,) = holding.views(PART, 0, len(data), deadline=soon())
+        assert view == data
+        with shelf.holding("step_1") as again:
+            assert again is holding
+        del view, again
+    del holding
+    eventually(lambda: not mapped(store), "the end of the mapping")
+    with pytest.raises(VersionNotFound), shelf.holding("step_1"):
+        pass
+
+
+def test_a_version_that_left_the_store_lingers_for_those_who_began_with_it(store):
+    data = part_bytes(store)
+    with StoredShelf(store.path, linger_s=WAIT_S) as shelf:
+        with shelf.holding("step_1"):
+            pass
+        store.publish("step_2", tensors(1), mode="full")
+        store.gc(keep_last=1)
+        with shelf.holding("step_1") as holding:
+            assert bytes(holding.views(PART, 0, len(data), deadline=soon())[0]) == data
+        assert [offer.version for offer in shelf.offers()] == ["step_2"]
+
+
+def test_mappings_that_nobody_uses_are_let_go_and_taken_again(store, shelf):
+    with shelf.holding("step_1"):
+        assert mapped(store)
+    eventually(lambda: not mapped(store), "the end of the mapping")
+    with shelf.holding("step_1") as holding:
+        assert holding.views(PART, 0, 1, deadline=soon())
+
+
+def test_a_version_that_was_replaced_by_another_of_its_name_is_not_mixed_up(store):
+    with StoredShelf(store.path) as shelf:
+        with shelf.holding("step_1") as old:
+            store.publish("step_2", tensors(1), mode="full")
+            store.gc(keep_last=1)
+            store.publish("step_1", tensors(2), mode="full")
+            with shelf.holding("step_1") as new:
+                assert new.manifest == store.manifest("step_1")
+                assert new.manifest.root_digest != old.manifest.root_digest
+                assert bytes(new.views(PART, 0, 5000, deadline=soon())[0]) == part_bytes(store)[:5000]
+        assert {offer.root_digest for offer in shelf.offers()} >= {store.manifest("step_1").root_digest}
+
+
+def test_a_payload_that_a_fold_replaced_can_still_be_had_by_those_who_began_with_it(store):
+    state = tensors()
+    for step in (2, 3):
+        state["a"][step] += 1
+        store.publish(f"step_{step}", state, mode="delta")
+    with StoredShelf(store.path) as shelf:
+        with shelf.holding("step_3") as before:
+            old = before.manifest.payload
+        store.fold("step_3")
+        store.gc(keep_last=1)
+        with shelf.holding("step_3") as after:
+            new = after.manifest.payload
+            assert new.file != old.file
+            assert after.manifest.base.version == "step_1"
+            for payload in (old, new):
+                assert sum(map(len, after.views(payload.file, 0, payload.nbytes, deadline=soon()))) == payload.nbytes
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone", "a pipe", "a directory"])
+def test_a_part_that_is_not_as_published_is_refused_before_it_is_mapped(store, shelf, change):
+    path = store.path / "versions" / "step_1" / PART
+    if change in ("shorter", "longer"):
+        os.truncate(path, path.stat().st_size + (1 if change == "longer" else -1))
+    else:
+        path.unlink()
+        if change == "a pipe":
+            os.mkfifo(path)
+        if change == "a directory":
+            path.mkdir()
+
+    with pytest.raises(PartCorrupt), shelf.holding("step_1"):
+        pass
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000])
+def test_a_part_that_is_truncated_after_it_was_mapped_is_an_error_and_not_the_end_of_the_process(store, shelf, nbytes):
+    with shelf.holding("step_1") as holding:
+        os.truncate(store.path / "versions" / "step_1" / PART, nbytes)
+        with pytest.raises(PartCorrupt, match=f"has {nbytes} bytes now"):
+            holding.views(PART, 0, 4, deadline=soon())
+        with pytest.raises(PartCorrupt, match=f"has {nbytes} bytes now"):
+            holding.tensor("a")
+
+
+def test_a_damaged_manifest_is_left_out_and_does_not_hide_the_others(store, shelf, caplog):
+    store.publish("step_2", tensors(1), mode="full")
+    path = store.path / "versions" / "step_2" / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"step_2", b"step_3"))
+
+    assert [offer.version for offer in shelf.offers()] == ["step_1"]
+    assert "leaves out step_2" in caplog.text
+    assert shelf.newest() is None
+    with pytest.raises(ManifestCorrupt), shelf.holding("step_2"):
+        pass
+
+
+def test_the_newest_version_is_the_announced_one_also_if_that_is_an_older_one(store, shelf):
+    assert shelf.newest().version == "step_1"
+    store.publish("step_2", tensors(1), mode="full")
+    assert shelf.newest().version == "step_2"
+    store.announce("step_1")
+    assert shelf.newest().version == "step_1"
+    assert shelf.wait_newer("step_2", deadline=soon()).version == "step_1"
+    assert shelf.wait_newer("step_1", deadline=Deadline.after(0.05)) is None
+
+
+def test_a_store_that_is_made_later_is_served_then(tmp_path):
+    store = Store(tmp_path / "later" / "store")
+    with StoredShelf(store.path) as shelf:
+        assert shelf.newest() is None
+        assert shelf.offers() == []
+        with pytest.raises(NotFound), shelf.holding("step_1"):
+            pass
+        store.publish("step_1", tensors())
+        assert shelf.newest().version == "step_1"
+
+
+def test_a_hundred_waiting_threads_are_woken_by_one_that_looks(store, shelf):
+    found = []
+    waiting = [
+        threading.Thread(target=lambda: found.append(shelf.wait_newer("step_1", deadline=soon()))) for _ in range(100)
+    ]
+    for thread in waiting:
+        thread.start()
+    assert len([thread for thread in threading.enumerate() if thread.name == "depot shelf"]) <= 1
+    store.publish("step_2", tensors(1), mode="full")
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert [newest.version for newest in found] == ["step_2"] * 100
+
+
+def test_closing_ends_those_who_wait_and_leaves_to_readers_what_they_read(store):
+    shelf, found = StoredShelf(store.path), []
+    waiting = threading.Thread(target=lambda: found.append(shelf.wait_newer("step_1", deadline=soon())))
+    with nothing_left(), shelf.holding("step_1") as holding:
+        waiting.start()
+        shelf.close()
+        waiting.join(WAIT_S)
+        assert bytes(holding.views(PART, 0, 100, deadline=soon())[0]) == part_bytes(store)[:100]
+        del holding
+        gc.collect()
+    assert found == [None]
+    with pytest.raises(WrongState), shelf.holding("step_1"):
+        pass
