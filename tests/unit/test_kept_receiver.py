@@ -258,7 +258,7 @@ def test_a_model_that_waits_for_its_way_back_keeps_the_connection(slabs):
 
 def test_a_source_that_cannot_be_opened_says_so(live):
     with pytest.raises(InvalidInput):
-        live.update("v1", source="slab://elsewhere/here")
+        live.update("v1", source="file://elsewhere/here")
     with pytest.raises(InvalidInput):
         live.update("v1", source="none:///here")
     assert live.update("v1", timeout=Deadline.after(5).remaining()).version == "v1"

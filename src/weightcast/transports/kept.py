@@ -9,15 +9,16 @@ from types import TracebackType
 from typing import TypeVar
 
 from weightcast.errors import DeadlineExceeded, UpdateCancelled, WeightcastError
-from weightcast.transports.base import MappedReceiver, Receiver
+from weightcast.transports.base import LandingReceiver, MappedReceiver, Receiver
 from weightcast.transports.registry import Source, open_receiver
 
 T = TypeVar("T")
+_LASTING = (MappedReceiver, LandingReceiver)  # they are connected, or have memory mapped or registered
 _Key = tuple[str, int]
 
 
 class KeptReceiver:
-    """Opens receivers, and keeps the last one that has memory mapped, for whoever asks for the same source next.
+    """Opens receivers, and keeps the last one that is connected, for whoever asks for the same source next.
 
     It is closed when another source is asked for, by `close`, and when this object goes. Any thread may call.
     """
@@ -55,10 +56,10 @@ class KeptReceiver:
         with self._lock:
             found = self._kept.pop(key, None) if key is not None else None
         if found is not None:
-            return Use(found, self, key, kept=True)
+            return Use(found, self, source, key, kept=True)
         self.close()
         receiver = open_receiver(source, rank=rank)
-        return Use(receiver, self, key, given=receiver is source)
+        return Use(receiver, self, source, key, given=receiver is source)
 
     def _keep(self, key: _Key, receiver: Receiver) -> bool:
         """Take a receiver in; False if another one was kept meanwhile."""
@@ -76,9 +77,16 @@ class Use:
     _outlasts = False
 
     def __init__(
-        self, receiver: Receiver, owner: KeptReceiver, key: _Key | None, *, kept: bool = False, given: bool = False
+        self,
+        receiver: Receiver,
+        owner: KeptReceiver,
+        source: Source,
+        key: _Key | None,
+        *,
+        kept: bool = False,
+        given: bool = False,
     ) -> None:
-        self.receiver, self.kept = receiver, kept
+        self.receiver, self.source, self.kept = receiver, source, kept
         self._owner, self._key, self._over = owner, key, given
 
     def __enter__(self) -> Receiver:
@@ -87,7 +95,7 @@ class Use:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None and self._outlasts:
             return
-        if kind is None and not self._over and self._key is not None and isinstance(self.receiver, MappedReceiver):
+        if kind is None and not self._over and self._key is not None and isinstance(self.receiver, _LASTING):
             self._over = self._owner._keep(self._key, self.receiver)
         self.drop()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from weightcast.errors import InvalidInput, UnknownSource
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR
@@ -55,12 +55,53 @@ def _open_legacy_ipc(path: Path, options: Options, rank: int) -> Receiver:  # no
     return LegacyIpcReceiver(path, options["id"], device=options.get("device"))
 
 
-_SCHEMES: dict[str, Callable[[Path, Options, int], Receiver]] = {
-    "file": _open_file,
-    "checkpoint": _open_checkpoint,
-    "ipc": _open_ipc,
-    "legacy-ipc": _open_legacy_ipc,
-    "snapshot": _open_snapshot,
+def _open_http(location: SplitResult, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
+    from weightcast.transports.http.options import KNOWN, parse_options  # noqa: PLC0415 - other sources need no network
+    from weightcast.transports.http.receiver import HttpReceiver  # noqa: PLC0415
+
+    _refuse_unknown(location.scheme, options, known=set(KNOWN))
+    urls, access, settings = parse_options(location, options)
+    return HttpReceiver(urls, access=access, **settings)
+
+
+def _open_shares(location: SplitResult, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
+    from weightcast.transports.http.shares import OPTIONS, SharesReceiver  # noqa: PLC0415 - other sources need no network
+
+    _refuse_unknown(location.scheme, options, known=set(OPTIONS))
+    return SharesReceiver.open(location, options)
+
+
+def _open_nixl(location: SplitResult, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
+    from weightcast.transports.nixl.options import open_nixl  # noqa: PLC0415 - other sources need no network
+
+    return open_nixl(location, options)
+
+
+Opener = Callable[[SplitResult, Options, int], Receiver]
+
+
+def _on_this_host(opener: Callable[[Path, Options, int], Receiver]) -> Opener:
+    """The opener of a source that is a directory."""
+
+    def open_path(location: SplitResult, options: Options, rank: int) -> Receiver:
+        if location.netloc not in ("", "localhost") or not location.path:
+            raise InvalidInput(f"{location.geturl()!r} must name a directory on this host: {location.scheme}:///path.")
+        return opener(Path(unquote(location.path)), options, rank)
+
+    return open_path
+
+
+_SCHEMES: dict[str, Opener] = {
+    "file": _on_this_host(_open_file),
+    "checkpoint": _on_this_host(_open_checkpoint),
+    "ipc": _on_this_host(_open_ipc),
+    "legacy-ipc": _on_this_host(_open_legacy_ipc),
+    "snapshot": _on_this_host(_open_snapshot),
+    "http": _open_http,
+    "https": _open_http,
+    "shares+http": _open_shares,
+    "shares+https": _open_shares,
+    "nixl": _open_nixl,
 }
 
 
@@ -72,17 +113,15 @@ def open_receiver(source: Source, *, rank: int) -> Receiver:
         return FileReceiver.open(Path(source))
     if not isinstance(source, str):
         return source
-    parts = urlsplit(source)
-    opener = _SCHEMES.get(parts.scheme)
+    location = urlsplit(source)
+    opener = _SCHEMES.get(location.scheme)
     if opener is None:
         raise UnknownSource(source, _SCHEMES)
-    if parts.netloc not in ("", "localhost") or not parts.path:
-        raise InvalidInput(f"{source!r} must name a directory on this host: {parts.scheme}:///path.")
     try:
-        options = {key: values[-1] for key, values in parse_qs(parts.query, strict_parsing=bool(parts.query)).items()}
+        found = parse_qs(location.query, strict_parsing=bool(location.query))
     except ValueError as error:
         raise InvalidInput(f"{source!r} has options that cannot be read: {error}.") from error
-    return opener(Path(unquote(parts.path)), options, rank)
+    return opener(location, {key: values[-1] for key, values in found.items()}, rank)
 
 
 def _refuse_unknown(scheme: str, options: Options, known: set[str]) -> None:

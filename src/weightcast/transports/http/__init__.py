@@ -1,0 +1,1 @@
+"""`http://`: versions from depots, in ranges over several connections."""

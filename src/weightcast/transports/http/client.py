@@ -1,0 +1,319 @@
+"""Requests to one depot, over connections that are kept open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import msgspec
+
+from weightcast.clock import Deadline
+from weightcast.errors import (
+    AccessRefused,
+    DeadlineExceeded,
+    InvalidInput,
+    SourceFailed,
+    UpdateCancelled,
+    WeightcastError,
+    rebuilt,
+)
+from weightcast.tensors.digest import bytes_digest
+from weightcast.transports.http.access import Access
+from weightcast.transports.http.connection import Address, Connection, Dropped, Head
+from weightcast.transports.http.patience import Patience
+from weightcast.wire.depot import PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
+
+CONNECTIONS = 4
+STALL_S = 10.0
+CONNECT_S = 5.0
+WORK_S = 60.0  # for a depot to work out the answer to a question
+_MAX_FAILURE_NBYTES = 1 << 20
+_MAX_ANSWER_NBYTES = 1 << 30
+
+_Answer = TypeVar("_Answer")
+
+
+class Response:
+    """An answer whose body is still to be received. Only whoever asked may use it, and only inside of the context."""
+
+    def __init__(self, connection: Connection, head: Head, patience: Patience, left: int) -> None:
+        self.status, self.reason, self.headers = head.status, head.reason, head.headers
+        self.nbytes = self.left = left  # of the body, and of it still to come
+        self.connection, self._keep = connection, head.keep
+        self._patience = patience
+
+    def receive(self, views: Sequence[memoryview]) -> int:
+        """Fill the first bytes of `views`, which are no more than are `left`, with those that come next; how many came."""
+        count = self.connection.receive(views, self._patience)
+        self.left -= count
+        return count
+
+    def readinto(self, memory: memoryview) -> None:
+        """Fill all of a memory. Raises `SourceFailed` if the answer is shorter or breaks off."""
+        if len(memory) > self.left:
+            raise SourceFailed(
+                f"{self.connection.url} answers with {self.left} more byte(s) where {len(memory)} are expected, "
+                f"while {self._patience.what}."
+            )
+        while memory:
+            memory = memory[self.receive([memory]) :]
+
+    def read(self, limit: int = _MAX_ANSWER_NBYTES) -> bytes:
+        """All that is left of the body."""
+        if self.left > limit:
+            raise SourceFailed(f"{self.connection.url} answers with {self.left} bytes; up to {limit} can be right here.")
+        data = bytearray(self.left)
+        self.readinto(memoryview(data))
+        return bytes(data)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the exchange is over, and another one can follow on the same connection."""
+        return self._keep and self.left == 0 and self.connection.clean
+
+
+class DepotClient:
+    """Asks one depot. Any thread may call; each call has a connection to itself.
+
+    Errors that the depot reports are raised as what they are, with its URL. One that cannot be reached, breaks off, is
+    silent for `stall_s` or does not make sense is `SourceFailed`; one that wants another token is `AccessRefused`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        access: Access | None = None,
+        connections: int = CONNECTIONS,
+        stall_s: float = STALL_S,
+        connect_s: float = CONNECT_S,
+    ) -> None:
+        """`connections` are kept open between requests."""
+        self._address = parse_address(url)
+        self.url = self._address.url
+        self._access, self._keep, self._stall_s = access or Access(), connections, stall_s
+        self._connect_s = min(connect_s, stall_s)
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._lock = threading.Lock()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def catalogue(self, *, deadline: Deadline) -> Catalogue:
+        """Everything that the depot has."""
+        return self.ask("GET", f"{PREFIX}/versions", None, Catalogue, deadline=deadline, patience_s=self._stall_s)
+
+    def newest(self, *, deadline: Deadline, after: str = "", wait_s: float = 0.0) -> Newest | None:
+        """The version to take; None if it is still `after` when `wait_s` are over. `VersionNotSet`: there is none."""
+        query = {"after": after, "wait": f"{wait_s:.3f}"} if after or wait_s else {}
+        path = f"{PREFIX}/newest" + (f"?{urlencode(query)}" if query else "")
+        with self.stream("GET", path, None, deadline=deadline, patience_s=wait_s + self._stall_s) as response:
+            return None if response.status == 204 else self._decoded(response, Newest)
+
+    def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
+        """What a version is, with all that can be checked about it checked."""
+        path = version_path(version, "manifest")
+        with self.stream("GET", path, None, deadline=deadline, patience_s=self._stall_s) as response:
+            manifest = decode_manifest(response.read(MAX_MANIFEST_NBYTES), f"{self.url}{path}")
+        if manifest.version != version:
+            raise SourceFailed(f"{self.url} was asked for {version} and describes {manifest.version}.")
+        return manifest
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def read(self, manifest: Manifest, file: str, start: int, memory: memoryview, *, deadline: Deadline) -> None:
+        """Fill a memory with the bytes of a file of a version from `start` on."""
+        if memory:
+            with self.opened_range(manifest, file, start, start + len(memory), deadline=deadline) as response:
+                response.readinto(memory)
+
+    @contextmanager
+    def opened_range(
+        self, manifest: Manifest, file: str, start: int, stop: int, *, deadline: Deadline
+    ) -> Iterator[Response]:
+        """The answer with a range of a file. Raises `SourceFailed` if the depot has other bytes under that name."""
+        tag = file_tag(manifest, file)
+        headers = {"Range": f"bytes={start}-{stop - 1}", "If-Range": tag}
+        path = version_path(manifest.version, "files", file)
+        with self.stream("GET", path, None, deadline=deadline, headers=headers, patience_s=self._stall_s) as response:
+            self._check_tag(response, tag, file, manifest.version)
+            told = response.headers.get("content-range", "").partition("/")[0]
+            if (response.status, told, response.left) != (206, f"bytes {start}-{stop - 1}", stop - start):
+                raise SourceFailed(
+                    f"{self.url} was asked for bytes {start} to {stop} of {file} and answers {response.status} with "
+                    f"{response.left} byte(s), {told or 'of no range'}."
+                )
+            yield response
+
+    def piece_digests(self, manifest: Manifest, file: str, *, deadline: Deadline) -> PieceDigests:
+        """The digests of a file in pieces. The depot may have to work them out first."""
+        tag, path = file_tag(manifest, file), version_path(manifest.version, "files", file, "digests")
+        with self.stream("GET", path, None, deadline=deadline, headers={"If-Match": tag}) as response:
+            self._check_tag(response, tag, file, manifest.version)
+            return self._decoded(response, PieceDigests)
+
+    def _check_tag(self, response: Response, tag: str, file: str, version: str) -> None:
+        found = response.headers.get("etag")
+        if found != tag:
+            raise OtherBytes(
+                f"{self.url} has other bytes than were asked for as {file} of version {version}: {found} and not {tag}."
+            )
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, ack: Ack, *, deadline: Deadline) -> None:
+        """Tell which version a receiver serves."""
+        with self.stream("POST", f"{PREFIX}/acks", ack, deadline=deadline, patience_s=self._stall_s):
+            return
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        answer: type[_Answer],
+        *,
+        deadline: Deadline,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = WORK_S,
+    ) -> _Answer:
+        """Send a message and receive one. `patience_s` is how long the depot may take to work the answer out."""
+        with self.stream(method, path, body, deadline=deadline, headers=headers, patience_s=patience_s) as response:
+            return self._decoded(response, answer)
+
+    @contextmanager
+    def stream(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        *,
+        deadline: Deadline,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float = WORK_S,
+    ) -> Iterator[Response]:
+        """An open answer whose status is a success. A body that is not read to its end costs the connection."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        lines = [f"{method} {self._address.base}{path} HTTP/1.1", f"Host: {self._address.authority}"]
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        if self._access.token is not None:
+            lines.append(f"Authorization: Bearer {self._access.token}")
+        if body is not None:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
+        request = "\r\n".join([*lines, "", ""]).encode("latin-1") + data
+        what = f"waiting for the answer to {method} {path}"
+        connection, head = self._exchange(request, what, deadline, patience_s)
+        response = None
+        try:
+            patience = Patience(self.url, f"receiving {path}", deadline=deadline, stall_s=self._stall_s)
+            response = Response(connection, head, patience, 0 if method == "HEAD" else head.nbytes)
+            well = 200 <= head.status < 300
+            if body is not None and (well or QUERY_HEADER.lower() in head.headers):
+                self._check_query(response, data, method, path)
+            if not well:
+                raise self._refusal(response, method, path)
+            yield response
+        finally:
+            self._release(connection, whole=response is not None and response.whole)
+
+    def _check_query(self, response: Response, data: bytes, method: str, path: str) -> None:
+        """Boxes have no digests of their own in a manifest: that these are the ones that were asked for, only this tells."""
+        if response.headers.get(QUERY_HEADER.lower()) != bytes_digest(data):
+            raise SourceFailed(f"{self.url} answers another question than {method} {path} asked: it was changed on its way.")
+
+    def _exchange(self, request: bytes, what: str, deadline: Deadline, patience_s: float) -> tuple[Connection, Head]:
+        """Send a request, and again on a new connection if one that was kept turns out to be closed."""
+        while True:
+            connection = self._connected(deadline)
+            try:
+                patience = Patience(self.url, what, deadline=deadline, stall_s=patience_s)
+                connection.send(request, patience)
+                return connection, connection.head(patience)
+            except BaseException as error:
+                kept = connection.used
+                self._release(connection, whole=False)
+                if not (kept and isinstance(error, Dropped)):
+                    raise
+
+    def _connected(self, deadline: Deadline) -> Connection:
+        deadline.check(f"asking {self.url}")
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if not connection.stale():
+                    self._busy.add(connection)
+                    return connection
+                connection.close()
+        patience = Patience(self.url, "connecting", deadline=deadline, stall_s=self._connect_s)
+        connection = Connection(self._address, self._access, patience)
+        with self._lock:
+            self._busy.add(connection)
+        return connection
+
+    def _release(self, connection: Connection, *, whole: bool) -> None:
+        """Keep a connection for the next request, or hang up; also if `close` ended it meanwhile."""
+        with self._lock:
+            keep = whole and connection in self._busy and len(self._idle) < self._keep
+            self._busy.discard(connection)
+            if keep:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def _decoded(self, response: Response, answer: type[_Answer]) -> _Answer:
+        try:
+            return msgspec.json.decode(response.read(), type=answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise SourceFailed(f"{self.url} answers something that is not a {answer.__name__}: {error}.") from error
+
+    def _refusal(self, response: Response, method: str, path: str) -> WeightcastError:
+        """The error that an answer is."""
+        status = f"{response.status} {response.reason}".strip()
+        try:
+            failure = msgspec.json.decode(response.read(_MAX_FAILURE_NBYTES), type=Failure)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            failure = Failure("", f"it answers {status} to {method} {path.partition('?')[0]}.")
+        if response.status in (401, 403):
+            return AccessRefused(f"{self.url} refuses access: {failure.message} Give its token: {self.url}?token_file=PATH.")
+        error = rebuilt(failure.code, f"{self.url}: {failure.message}")
+        if type(error) is WeightcastError or isinstance(error, DeadlineExceeded | UpdateCancelled):  # its own, not ours
+            return SourceFailed(str(error))
+        return error
+
+    def close(self) -> None:
+        """Hang up; what other threads wait for fails. It connects again if it is used again."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            busy, self._busy = self._busy, set()
+        for connection in idle:
+            connection.close()
+        for connection in busy:
+            connection.abort()
+
+
+class OtherBytes(SourceFailed):
+    """A depot has a version of that name, and it is another one."""
+
+
+def version_path(version: str, *rest: str) -> str:
+    """The path of a version, or of something of it."""
+    return "/".join([f"{PREFIX}/versions", *(quote(part, safe="") for part in (version, *rest))])
+
+
+def parse_address(url: str) -> Address:
+    """The address in the URL of one depot. Raises `InvalidInput`; a password in it is refused, and not repeated."""
+    try:
+        parts = urlsplit(url)
+        host, port, secret = parts.hostname, parts.port, parts.username is not None
+    except ValueError as error:
+        raise InvalidInput(f"{url!r} is not the URL of a depot: {error}.") from error
+    if secret:
+        raise InvalidInput("the URL of a depot must not hold a name or password: give a token by ?token_file=PATH.")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise InvalidInput(f"{url!r} is not the URL of a depot: http://host:port or https://host:port.")
+    default = 443 if parts.scheme == "https" else 80
+    return Address(parts.scheme, host, default if port is None else port, parts.path.rstrip("/"))
