@@ -17,6 +17,7 @@ from weightcast.store.part_state import PartState
 from weightcast.store.payload import read_payload
 from weightcast.store.reader import VersionReader
 from weightcast.store.streaming import Proof
+from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import Array, flat_bytes
 from weightcast.wire.manifest import Manifest
 
@@ -82,13 +83,18 @@ def _base_of(catalog: Catalog, manifest: Manifest) -> Manifest:
 
 
 @contextmanager
-def opened_state(store: Path, chain: Chain, *, threads: int | None = None) -> Iterator[State]:
+def opened_state(
+    store: Path, chain: Chain, *, threads: int | None = None, deadline: Deadline | None = None
+) -> Iterator[State]:
     """The state that a chain leads to, read from the medium as it is asked for. Any number of threads may read.
 
     Memory: the changes since the full version, about 6 bytes each for 16-bit elements. Nothing is proved yet: see `prove`.
+    Nothing is read any more after the deadline, if there is one.
     """
     with PartState(layout.version_dir(store, chain.full.version), chain.full) as parts:
-        yield moved(parts, fold_deltas(store, chain.deltas, parts, threads=threads))
+        what = f"reading version {chain.end.version} from {store}"
+        state: State = parts if deadline is None else WatchedState(parts, deadline, what)
+        yield moved(state, fold_deltas(store, chain.deltas, state, threads=threads, deadline=deadline))
 
 
 def moved(state: State, folded: Delta | None) -> State:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from weightcast.delta import Delta, MovedState, Packing, State, encode, inspect, pack
-from weightcast.errors import InvalidInput
+from weightcast.clock import Deadline
+from weightcast.delta import Delta, Encoder, MovedState, Packing, State, inspect, pack
+from weightcast.delta.sparse import check_specs
+from weightcast.errors import InvalidInput, NotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, fold_deltas, opened_state, prove, resolve
@@ -74,18 +77,46 @@ def _replace(directory: Path, manifest: Manifest, file: str, packed: bytes) -> N
 
 
 def delta_between(
-    catalog: Catalog, old: str, new: str, *, packing: Packing = "classes", threads: int | None = None
+    catalog: Catalog,
+    old: str,
+    new: str,
+    *,
+    packing: Packing = "classes",
+    threads: int | None = None,
+    limit: int | None = None,
+    deadline: Deadline | None = None,
 ) -> bytes:
-    """One packed delta from a version to another, proved. See `Store.delta_between`."""
+    """One packed delta from a version to another, proved. See `Store.delta_between`.
+
+    Raises `NotFound` if it has more than `limit` bytes.
+    """
     chain = resolve(catalog, new)
     split = chain.split(old)
+    written = _Written(f"the delta from {old} to {new}", limit)
     if split is None:
-        return _encode_directly(catalog, resolve(catalog, old), chain, packing, threads)
-    base, steps = split
-    with opened_state(catalog.path, base, threads=threads) as state:
-        folded = _folded(catalog.path, steps, base, state, threads)
-        prove(MovedState(state, folded), chain.end, str(catalog.directory(new)))
-        return pack(folded, packing=packing, base=state, threads=threads)
+        _encode_directly(catalog, resolve(catalog, old), chain, written, packing, threads, deadline)
+    else:
+        base, steps = split
+        with opened_state(catalog.path, base, threads=threads, deadline=deadline) as state:
+            folded = _folded(catalog.path, steps, base, state, threads)
+            prove(MovedState(state, folded), chain.end, str(catalog.directory(new)))
+            written.add(pack(folded, packing=packing, base=state, threads=threads))
+    return b"".join(written.pieces)
+
+
+class _Written:
+    """What was written of a packed delta, up to a limit."""
+
+    def __init__(self, what: str, limit: int | None) -> None:
+        self._what, self._limit = what, limit
+        self._nbytes = 0
+        self.pieces: list[bytes] = []
+
+    def add(self, data: bytes) -> None:
+        self._nbytes += len(data)
+        if self._limit is not None and self._nbytes > self._limit:
+            raise NotFound(f"{self._what} has more than {self._limit} bytes.")
+        self.pieces.append(data)
 
 
 def _folded(store: Path, steps: tuple[Manifest, ...], base: Chain, state: State, threads: int | None) -> Delta:
@@ -93,17 +124,24 @@ def _folded(store: Path, steps: tuple[Manifest, ...], base: Chain, state: State,
     return folded or Delta(state.specs, {}, base.end.root_digest, base.end.root_digest)
 
 
-def _encode_directly(catalog: Catalog, old: Chain, new: Chain, packing: Packing, threads: int | None) -> bytes:
+def _encode_directly(
+    catalog: Catalog,
+    old: Chain,
+    new: Chain,
+    written: _Written,
+    packing: Packing,
+    threads: int | None,
+    deadline: Deadline | None,
+) -> None:
     with ExitStack() as using:
-        states = []
-        for chain in (old, new):
-            state = using.enter_context(opened_state(catalog.path, chain, threads=threads))
-            prove(state, chain.end, str(catalog.directory(chain.end.version)))
-            states.append(state)
-        return encode(
-            *states,
-            packing=packing,
-            threads=threads,
-            base_root=old.end.root_digest,
-            new_root=new.end.root_digest,
+        before, after = (
+            using.enter_context(opened_state(catalog.path, chain, threads=threads, deadline=deadline))
+            for chain in (old, new)
         )
+        check_specs(before.specs, after.specs)
+        for chain, state in ((old, before), (new, after)):
+            prove(state, chain.end, str(catalog.directory(chain.end.version)))
+        with Encoder(written.add, packing=packing, threads=threads) as encoder:
+            for name, spec in before.specs.items():
+                encoder.add(spec, partial(before.lanes, name), partial(after.lanes, name))
+            encoder.finish(base_root=old.end.root_digest, new_root=new.end.root_digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State, fold
-from weightcast.delta.lanes import Lanes
 from weightcast.errors import BaseVersionMismatch, InvalidInput, SourceFailed
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -19,8 +18,8 @@ from weightcast.store.part_state import PartState
 from weightcast.store.payload import payload_pieces
 from weightcast.store.reader import VersionReader
 from weightcast.store.store import Store
+from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
-from weightcast.tensors.spec import TensorSpec
 from weightcast.transports.prefetch import prefetched, ring
 from weightcast.wire.manifest import Manifest
 
@@ -33,23 +32,6 @@ class _Walked:
     version: str
     root: str
     folded: Delta
-
-
-class _Watched:
-    """A state that is not read any more after the deadline. Decoding a delta reads its base as it goes, so it stops too."""
-
-    def __init__(self, state: State, deadline: Deadline, what: str) -> None:
-        self._state, self._deadline, self._what = state, deadline, what
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor."""
-        return self._state.specs
-
-    def lanes(self, name: str, start: int, stop: int) -> Lanes:
-        """A range of a tensor's lanes."""
-        self._deadline.check(self._what)
-        return self._state.lanes(name, start, stop)
 
 
 class FileReceiver:
@@ -135,7 +117,7 @@ class FileReceiver:
     def _opened(self, chain: Chain, deadline: Deadline) -> Iterator[State]:
         """The full version that a chain begins with."""
         with PartState(layout.version_dir(self._store.path, chain.full.version), chain.full) as parts:
-            yield _Watched(parts, deadline, f"reading {chain.end.version} from {self.url}")
+            yield WatchedState(parts, deadline, f"reading {chain.end.version} from {self.url}")
 
     def _walk(self, chain: Chain, parts: State, deadline: Deadline) -> Delta | None:
         """The deltas of a chain as one, from where the last walk ended if that is on the way."""
