@@ -126,9 +126,9 @@ def test_coverage_is_complete_exactly_when_every_byte_came(cuts, random):
     spans = list(itertools.pairwise(edges))
     random.shuffle(spans)
     coverage = Coverage({"t": entry})
-    complete = [coverage.add(Piece("t", start, memoryview(bytes(end - start)))) for start, end in spans]
+    complete = [coverage.add("t", start, end - start) for start, end in spans]
     assert complete == [False] * (len(spans) - 1) + [True]
     coverage.check_complete()
     start, end = random.choice(spans)
     with pytest.raises(SourceFailed, match="twice"):
-        coverage.add(Piece("t", start, memoryview(bytes(end - start))))
+        coverage.add("t", start, end - start)

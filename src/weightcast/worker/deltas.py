@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -10,8 +10,10 @@ from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, inspect, move
 from weightcast.delta.sparse import check_specs
 from weightcast.tensors.flat import Array
+from weightcast.transports.base import Provider, Receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import Plan
+from weightcast.worker.staging import Staging
 
 
 def live_state(plan: Plan) -> ArrayState:
@@ -55,6 +57,12 @@ class DeltaChain:
         check_specs({name: folded.tensors[name].spec for name in touched}, {name: entries[name].spec for name in touched})
         return folded
 
+    def alone(self) -> Delta:
+        """All of it as one delta, decoded without the state it starts on: packed as `gaps`. In the caller's thread, as it
+        runs beside an engine.
+        """
+        return reduce(fold, self.ready or [decode(payload, threads=1) for payload in self.payloads])
+
     def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
         """Bring private arrays from the version that the first is based on to the last, `version`."""
         for payload in self.payloads:
@@ -62,6 +70,19 @@ class DeltaChain:
             deadline.check(f"decoding the deltas to {version}")
         for delta in self.ready:
             move(arrays, delta)
+
+
+def fetched_chain(receiver: Receiver, deltas: Sequence[Manifest], *, checksum: bool, deadline: Deadline) -> DeltaChain:
+    """The deltas, each whole and, unless declined, as published."""
+    if isinstance(receiver, Provider):
+        return DeltaChain(ready=tuple(receiver.changes(manifest) for manifest in deltas))
+    fetched = []
+    for manifest in deltas:
+        staging = Staging(manifest.transfers())
+        staging.fill(receiver, manifest, deadline)
+        verified = staging.verify(manifest, checksum=checksum, deadline=deadline)
+        fetched += [array.data for array in verified.arrays.values()]
+    return DeltaChain(payloads=tuple(fetched))
 
 
 def _holds_all(plan: Plan, manifest: Manifest) -> bool:

@@ -43,6 +43,36 @@ class RunningDigest:
         return self._hasher.digest()
 
 
+class LandedDigest:
+    """The digest of a tensor whose bytes are written to `memory` by somebody else, in any order. What has come without a gap
+    is hashed at once, so that little is left to do when the last of it is there. Any thread may add.
+    """
+
+    def __init__(self, memory: Bytes, running: RunningDigest) -> None:
+        self._memory, self._running = memory, running
+        self._waiting: dict[int, int] = {}  # where stretches that came out of order start, and how long they are
+        self._seen = 0
+        self._hashing = False
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, nbytes: int) -> None:
+        """Bytes are there. If another thread is hashing, these are left to it."""
+        with self._lock:
+            self._waiting[offset] = nbytes
+            if self._hashing:
+                return
+            self._hashing = True
+        while nbytes := self._next():
+            self._running.add(self._seen, self._memory[self._seen : self._seen + nbytes].data)
+            self._seen += nbytes
+
+    def _next(self) -> int:
+        with self._lock:
+            nbytes = self._waiting.pop(self._seen, 0)
+            self._hashing = nbytes > 0
+            return nbytes
+
+
 def copy_hashed(data: Bytes, memory: Bytes, offset: int, running: RunningDigest, check: Check) -> None:
     """Copy bytes to `offset` of a memory, and hash what lies there afterwards. `check` is called every few milliseconds."""
     step = COPY_NBYTES

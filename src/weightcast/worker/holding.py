@@ -44,7 +44,8 @@ class Holding:
         if self.served is None or not self.served.proved or self.lifecycle.state is not State.READY or not manifest.sealed:
             return False
         held = self.served.manifest
-        return (held.version, held.root_digest) == (manifest.version, manifest.root_digest)
+        same = manifest.boxes == held.boxes if manifest.boxes else manifest.root_digest == held.root_digest
+        return same and held.version == manifest.version
 
     # -- staged --------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,7 @@ class Holding:
         staged.release()
         entered.end_former()
         self._drop_torn()
+        staged.acknowledge()
         return finished(
             staged.version, self._rank, staged.source, staged.mode, len(staged.plan.entries), staged.nbytes,
             stage_s=staged.stage_s, verify_s=staged.verify_s + entered.verify_s, commit_s=entered.commit_s,

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Self, get_args
 
 from weightcast.clock import Deadline
-from weightcast.errors import ClearIncomplete, InvalidInput, WrongState
+from weightcast.errors import ClearIncomplete, InvalidInput, WeightcastError, WrongState
 from weightcast.tensors.digest import DEFAULT, array_digest, root_digest
 from weightcast.tensors.spec import TensorSpec
+from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver, Use
 from weightcast.transports.registry import Source
 from weightcast.wire.manifest import Manifest
@@ -33,6 +36,7 @@ from weightcast.worker.targets.capture import capture_parts
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 180.0
+_ACKNOWLEDGE_S = 2.0
 _THREADS = 2  # copy at the speed of the memory: more would only take cores from whoever serves
 
 
@@ -53,7 +57,8 @@ class LiveModel:
     Memory that a version was staged in, or that was swapped out, is used again for the next update once nothing refers to
     it any more; so at rest there is as much of it as an update needs. `clear`, and a commit in place, let go of it.
     `buffers` is where it waits, to share it with whoever makes the versions. `threads` copy versions out of shared memory.
-    A connection to such a source is kept for the next update: `close`, or leaving the context, ends it.
+    A connection to such a source is kept for the next update: `close`, or leaving the context, ends it. `name` is what a
+    depot knows this model by, which it tells what it serves.
     """
 
     def __init__(
@@ -72,12 +77,14 @@ class LiveModel:
         keep_previous: bool = True,
         threads: int | None = None,
         buffers: Buffers | None = None,
+        name: str | None = None,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
         if threads is not None and threads < 1:
             raise InvalidInput(f"{threads} threads cannot copy anything: give 1 or more.")
         self.rank, self.ranks = rank, ranks
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._threads = threads or min(_THREADS, os.cpu_count() or 1)
         self._buffers = Buffers() if buffers is None else buffers
         self._kept = KeptReceiver()
@@ -316,12 +323,33 @@ class LiveModel:
             name_foreign(error, manifest.version)
             raise
         release = silent if ready.commit.undoes_alone else use.outlast()
+        tell = (
+            partial(self._acknowledge, use.source, ready.manifest)
+            if isinstance(use.receiver, AcknowledgingReceiver)
+            else silent
+        )
         staged = StagedUpdate(
             ready.manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit, ready.nbytes,
-            stager.deadline, started, ready.stage_s, ready.verify_s, release,
+            stager.deadline, started, ready.stage_s, ready.verify_s, release, tell,
         )  # fmt: skip
         holding.hold(staged)
         return staged
+
+    def _acknowledge(self, source: Source, manifest: Manifest) -> None:
+        """Tell the source that a version is served, so that it keeps what the next delta is made on."""
+        deadline = Deadline.after(_ACKNOWLEDGE_S)
+
+        def tell(receiver: Receiver) -> None:
+            if isinstance(receiver, AcknowledgingReceiver):
+                receiver.acknowledge(manifest, self.name, deadline=deadline)
+
+        try:
+            use, _ = self._kept.open(source, rank=self.rank, ask=tell)
+        except WeightcastError as error:
+            log.warning("acknowledge version=%s rank=%d source=%s: %s", manifest.version, self.rank, source, error)
+        else:
+            with use:
+                return
 
 
 def _check_mode(mode: str) -> None:

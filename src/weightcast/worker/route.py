@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weightcast.clock import Deadline
 from weightcast.errors import BaseVersionMismatch, SourceFailed, VerificationUnavailable, VersionNotFound
-from weightcast.transports.base import Provider, Receiver
+from weightcast.transports.base import CatchUpReceiver, Provider, Receiver
 from weightcast.wire.manifest import BaseRef, Manifest, check_version_id, is_digest
 
 
@@ -44,8 +44,14 @@ def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: 
 def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline) -> Route:
     """Follow a delta's bases to what the model holds, or else to the nearest full version.
 
-    Raises `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
+    A source that can work out one delta between the two is asked for it first, unless there is one already. Raises
+    `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
     """
+    ready = held is not None and manifest.base is not None and _is_base(held, manifest.base)
+    if held is not None and not ready and isinstance(receiver, CatchUpReceiver):
+        short = receiver.shortcut(manifest, held, sliced=False, deadline=deadline)
+        if short is not None:
+            return Route(manifest, None, (short,))
     deltas: list[Manifest] = []
     at = manifest
     while at.base is not None:

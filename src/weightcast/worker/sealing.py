@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from weightcast.clock import Deadline
 from weightcast.errors import SourceFailed
+from weightcast.tensors.box_digest import array_boxes_digest
 from weightcast.tensors.digest import DEFAULT, bytes_digest
-from weightcast.tensors.flat import Piece
+from weightcast.tensors.flat import Array, Piece
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
+
+Check = Callable[[], None]
 
 
 class Expected:
@@ -77,6 +80,23 @@ class Expected:
                 f"{self._receiver.url} describes {before.version} otherwise than it was sent: {'; '.join(problems)}."
             )
         return after
+
+
+def shared_digest(manifest: Manifest, name: str, array: Array, check: Check) -> str | None:
+    """The digest of a tensor as a version that publishers share has it: over those of its boxes. None if it is whole."""
+    boxes = manifest.boxes.get(name, ())
+    if len(boxes) < 2:
+        return None
+    return array_boxes_digest(array, boxes, manifest.algorithm or DEFAULT, check)
+
+
+def flattened(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
+    """A version that publishers share, once it is proved: with the digests that its whole tensors were found to have.
+
+    So what a model serves can be compared with the same weights from anywhere else. It still names the boxes.
+    """
+    tensors = tuple(replace(entry, digest=digests.get(entry.name, entry.digest)) for entry in manifest.tensors)
+    return replace(manifest, tensors=tensors, root_digest=compute_root(tensors, manifest.algorithm))
 
 
 def differences(before: Manifest, after: Manifest) -> list[str]:

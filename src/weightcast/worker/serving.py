@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from weightcast.clock import Deadline
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import Spare
-from weightcast.worker.commits.staged import StagedCommit
+from weightcast.worker.commits.staged import StagedCommit, silent
 from weightcast.worker.fit import Plan
 from weightcast.worker.result import CommitMode
 from weightcast.worker.states import State
@@ -32,6 +32,7 @@ class StagedUpdate:
     """A version that is staged and verified and waits for `commit` (or `enter`) or `abandon`. Times are in seconds.
 
     `release` closes the source where the commit still needs it: it is called once, when the update has ended.
+    `acknowledge` tells the source that the version is served.
     """
 
     manifest: Manifest
@@ -46,6 +47,7 @@ class StagedUpdate:
     stage_s: float
     verify_s: float
     release: Callable[[], None]
+    acknowledge: Callable[[], None] = silent
 
     @property
     def version(self) -> str:

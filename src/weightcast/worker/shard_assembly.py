@@ -11,10 +11,11 @@ from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Held, Placement
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
+from weightcast.tensors.placing import Check, landing, place, row_start
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.shard_copy import Check, landing, place, row_start
+from weightcast.worker.shard_boxes import boxes_nbytes, fetched
 from weightcast.worker.shard_layout import padded
 from weightcast.worker.shard_stream import Origin, Proof, Run, Tally
 
@@ -27,6 +28,13 @@ def needed(origin: Origin, held: Sequence[Held]) -> dict[str, TensorEntry]:
     return {entry.name: entry for entry in origin.manifest.tensors if entry.name in names}
 
 
+def needed_nbytes(origin: Origin, held: Sequence[Held]) -> int:
+    """How many bytes have to come for these parameters: whole tensors, or boxes if the source cuts them."""
+    if origin.boxes is not None:
+        return boxes_nbytes(origin, held)
+    return sum(entry.nbytes for entry in needed(origin, held).values())
+
+
 def assembled(
     origin: Origin, held: Sequence[Held], buffers: Buffers, *, proof: Proof, deadline: Deadline, tally: Tally
 ) -> Parameters:
@@ -35,6 +43,9 @@ def assembled(
     `held` names sources as the version does. Beside what was given out, there is memory only for parameters that are not
     complete yet and for the tensor that is being cut. `proof` compares the tensors with their digests.
     """
+    if origin.boxes is not None:
+        yield from fetched(origin, origin.boxes, held, buffers, proof=proof, deadline=deadline, tally=tally)
+        return
     what = f"cutting {origin.manifest.version} from {origin.receiver.url}"
     entries = needed(origin, held)
     assembly = _Assembly(held, entries, buffers, partial(deadline.check, what))

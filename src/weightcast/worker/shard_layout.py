@@ -12,12 +12,10 @@ import numpy as np
 
 from weightcast.errors import InvalidInput, Mismatch, VersionDoesNotFit
 from weightcast.tensors.boxes import Box, Held
-from weightcast.tensors.dtypes import DType
+from weightcast.tensors.placing import converts
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 Shape = tuple[int, ...]
-
-_CONVERTIBLE = {DType.F64, DType.F32, DType.F16, DType.BF16}  # an 8-bit float means nothing without its scale
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,9 @@ class Shards:
         for held in self.held:
             for placement in held.placements:
                 entry = entries.get(placement.source)
-                if entry is not None and not _converts(entry.dtype, held.spec.dtype):
+                if entry is not None and not converts(entry.dtype, held.spec.dtype):
                     detail = f"the version has {entry.dtype}, {held.spec.name} is {held.spec.dtype}: it cannot be converted"
                     yield Mismatch("dtype", placement.source, detail)
-
-
-def _converts(source: DType, target: DType) -> bool:
-    return source == target or {source, target} <= _CONVERTIBLE
 
 
 def padded(held: Held) -> bool:

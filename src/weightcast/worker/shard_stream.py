@@ -16,9 +16,9 @@ from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Piece, flat_bytes
-from weightcast.transports.base import MappedReceiver, Receiver, StateReceiver
+from weightcast.transports.base import BoxReceiver, MappedReceiver, Receiver, StateReceiver
 from weightcast.wire.manifest import Manifest, TensorEntry
-from weightcast.worker.hashing import COPY_NBYTES, RunningDigest
+from weightcast.worker.hashing import COPY_NBYTES, Check, RunningDigest, watched_digest
 from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, mapped, received
 
@@ -80,9 +80,14 @@ class Origin:
     receiver: Receiver
     manifest: Manifest
 
+    @property
+    def boxes(self) -> BoxReceiver | None:
+        """The receiver, if the source cuts boxes itself."""
+        return self.receiver if isinstance(self.receiver, BoxReceiver) and self.manifest.sealed else None
+
     def check_readable(self) -> None:
         """Raise `InvalidInput` if the version is a delta and the source cannot work out what it leads to."""
-        if self.manifest.base is not None and not isinstance(self.receiver, StateReceiver):
+        if self.manifest.base is not None and not isinstance(self.receiver, StateReceiver | BoxReceiver):
             raise InvalidInput(
                 f"version {self.manifest.version} is a delta, and {self.receiver.url} cannot work out the slices of it that "
                 "a rank holds. Give the store itself as source (file:///store), or publish a full version: weightcast "
@@ -142,6 +147,15 @@ class Proof:
             self._unknown[entry.name] = entry
         elif found != wanted:
             self._wrong.append((entry.name, wanted, found))
+        return found == wanted
+
+    def box_holds(self, name: str, memory: Bytes, wanted: str, check: Check) -> bool:
+        """Whether a box is what it must be."""
+        if self._algorithm is None:
+            return True
+        found = watched_digest(memory, self._algorithm, check)
+        if found != wanted:
+            self._wrong.append((name, wanted, found))
         return found == wanted
 
     def conclude(self) -> None:

@@ -19,18 +19,19 @@ from typing import Literal
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, TensorDelta
 from weightcast.delta import slice as slice_delta
-from weightcast.errors import InvalidInput
+from weightcast.errors import InvalidInput, SourceFailed
 from weightcast.tensors.boxes import Held
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array
-from weightcast.transports.base import Receiver, StateReceiver
+from weightcast.transports.base import CatchUpReceiver, Receiver, StateReceiver
 from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
 from weightcast.worker.buffers import Buffers
+from weightcast.worker.deltas import fetched_chain
 from weightcast.worker.hashing import watched_digest
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import plan_route
 from weightcast.worker.serving import Stopwatch
-from weightcast.worker.shard_assembly import assembled, needed
+from weightcast.worker.shard_assembly import assembled, needed, needed_nbytes
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
 from weightcast.worker.shard_stream import Origin, Progress, Proof, Tally
 from weightcast.worker.shard_version import ShardVersion
@@ -103,12 +104,17 @@ class _Cut:
     def deltas_from_held(self) -> tuple[Manifest, ...]:
         """The deltas that lead from what is held to the version; none if there is no such way, or it cannot be gone."""
         receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
-        if held is None or not held.proved or manifest.base is None or not isinstance(receiver, StateReceiver):
+        if held is None or not held.proved or not isinstance(receiver, StateReceiver | CatchUpReceiver):
             return ()
         entries = manifest.by_name()
         converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
         same_layout = {entry.spec for entry in held.shard.tensors} == {one.spec for one in self.shards.held}
         if converted or not same_layout or held.full.tied != manifest.tied:
+            return ()
+        if isinstance(receiver, CatchUpReceiver):
+            short = receiver.shortcut(manifest, held.full, sliced=True, deadline=self.deadline)
+            return (short,) if short is not None else ()
+        if manifest.base is None:
             return ()
         route = plan_route(receiver, manifest, held=held.full, deadline=self.deadline)
         return route.deltas if route.full is None else ()
@@ -117,7 +123,7 @@ class _Cut:
         """All parameters, cut from the whole tensors; kept, or only hashed."""
         self.origin.check_readable()
         held = self.shards.named_as(self.origin.manifest)
-        tally = Tally(sum(entry.nbytes for entry in needed(self.origin, held).values()), self.progress)
+        tally = Tally(needed_nbytes(self.origin, held), self.progress)
         arrays: dict[str, Array] | None = {} if keep else None
         proof = Proof(self.origin, checksum=self.checksum)
         digests = self._digests(held, tally, arrays, proof)
@@ -126,24 +132,42 @@ class _Cut:
 
     def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
         """The changes of all parameters. Digests follow from the full new state, for parameters that it changes."""
-        receiver, manifest, before = self.origin.receiver, self.origin.manifest, self.held
-        if before is None or not isinstance(receiver, StateReceiver):
+        manifest, before = self.origin.manifest, self.held
+        if before is None:
             raise InvalidInput(f"version {manifest.version} cannot be reached by deltas from here.")
         held = self.shards.named_as(manifest)
-        changes = self._sliced(receiver.folded(deltas, deadline=self.deadline), held)
+        changes = self._sliced(self._folded(deltas), held)
         changed = _changed(before.full, manifest)
         touched = [
             one for one in held if one.spec.name in changes.tensors or any(p.source in changed for p in one.placements)
         ]
         payloads = sum(delta.payload.nbytes for delta in deltas if delta.payload is not None)
-        reads = sum(entry.nbytes for entry in needed(self.origin, touched).values())
+        reads = 0 if self.origin.boxes else needed_nbytes(self.origin, touched)
         tally = Tally(payloads + reads, self.progress)
         tally.add(payloads)
-        proof = Proof(self.origin, checksum=self.checksum)
-        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._digests(touched, tally, None, proof)
+        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._new_digests(touched, tally)
         shard = self._manifest(digests, base=before.shard)
         changes = replace(changes, base_root=before.shard.root_digest, new_root=shard.root_digest)
         return self._version(manifest, shard, tally, changes=changes)
+
+    def _folded(self, deltas: tuple[Manifest, ...]) -> Delta:
+        """The changes of all tensors as one delta."""
+        receiver = self.origin.receiver
+        if isinstance(receiver, StateReceiver):
+            return receiver.folded(deltas, deadline=self.deadline)
+        return fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline).alone()
+
+    def _new_digests(self, touched: Sequence[Held], tally: Tally) -> dict[str, str]:
+        """The digests that these parameters must have in the new state: the source's, or taken from it here."""
+        if self.origin.boxes is None:
+            return self._digests(touched, tally, None, Proof(self.origin, checksum=self.checksum))
+        if not touched:
+            return {}
+        told = self.origin.boxes.held_digests(self.origin.manifest, touched, deadline=self.deadline)
+        lacking = sorted({one.spec.name for one in touched} - told.keys())
+        if lacking:
+            raise SourceFailed(f"{self.origin.receiver.url} did not tell the digests of {', '.join(lacking)}.")
+        return {one.spec.name: told[one.spec.name] for one in touched}
 
     def _sliced(self, delta: Delta, held: Sequence[Held]) -> Delta:
         """What the parameters take of a delta, one after the other."""

@@ -15,10 +15,11 @@ from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.delta import DeltaCommit, DeltaSwapCommit, Spare
 from weightcast.worker.commits.inplace import Stream, StreamedCommit
 from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
-from weightcast.worker.deltas import DeltaChain
+from weightcast.worker.deltas import DeltaChain, fetched_chain
 from weightcast.worker.fit import FitRules, Plan, plan_update
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import Route, plan_route
+from weightcast.worker.sealing import flattened
 from weightcast.worker.serving import Served, Stopwatch
 from weightcast.worker.staging import Staging, provided
 from weightcast.worker.targets.capture import CapturedPart
@@ -88,16 +89,7 @@ class Stager:
         return plan_route(self.receiver, manifest, held=held, deadline=self.deadline)
 
     def _fetch(self, deltas: Sequence[Manifest]) -> DeltaChain:
-        """The deltas, each whole and, unless declined, as published."""
-        if isinstance(self.receiver, Provider):
-            return DeltaChain(ready=tuple(self.receiver.changes(manifest) for manifest in deltas))
-        fetched = []
-        for manifest in deltas:
-            staging = Staging(manifest.transfers())
-            staging.fill(self.receiver, manifest, self.deadline)
-            verified = staging.verify(manifest, checksum=self.checksum, deadline=self.deadline)
-            fetched += [array.data for array in verified.arrays.values()]
-        return DeltaChain(payloads=tuple(fetched))
+        return fetched_chain(self.receiver, deltas, checksum=self.checksum, deadline=self.deadline)
 
     def _from_held(
         self, route: Route, plan: Plan, mode: CommitMode, served: Served, take_spare: Callable[[], Spare | None]
@@ -129,8 +121,8 @@ class Stager:
         deltas = self._fetch(route.deltas)
         stage_s = watch.lap()
         verified = staging.verify(full, checksum=self.checksum, deadline=self.deadline)
-        if not full.sealed:  # a stream: what it was is known now
-            manifest = full = staging.seal(full, self.deadline)
+        if full.boxes or not full.sealed:  # several publishers, or a stream: the digests of its tensors are known now
+            manifest = full = flattened(full, verified.digests) if full.boxes else staging.seal(full, self.deadline)
             plan = plan_update(full, self.parts, self.rules, swap=mode == "swap")
         if deltas:
             deltas.move(staging.arrays, route.manifest.version, self.deadline)

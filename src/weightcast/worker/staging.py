@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -12,14 +13,16 @@ from functools import partial
 import numpy as np
 
 from weightcast.clock import Deadline
-from weightcast.errors import DigestMismatch, SourceFailed
+from weightcast.errors import DeadlineExceeded, DigestMismatch, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array, Bytes, Piece, empty, flat_bytes
-from weightcast.transports.base import MappedReceiver, Receiver
+from weightcast.transports.base import Landed, LandingReceiver, MappedReceiver, MendingReceiver, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.hashing import RunningDigest, copy_all, copy_hashed
-from weightcast.worker.sealing import Expected
+from weightcast.worker.hashing import Check, LandedDigest, RunningDigest, copy_all, copy_hashed, watched_digest
+from weightcast.worker.sealing import Expected, shared_digest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,23 @@ class Coverage:
         """The tensors to cover."""
         return self._entries.keys()
 
-    def add(self, piece: Piece) -> bool:
-        """Count a piece in; True when its tensor is complete with it."""
-        entry = self._entries.get(piece.tensor)
-        start, end = piece.offset, piece.offset + len(piece.data)
+    def add(self, name: str, start: int, nbytes: int) -> bool:
+        """Count bytes of a tensor in; True when it is complete with them."""
+        entry, end = self._entries.get(name), start + nbytes
         if entry is None:
-            raise SourceFailed(f"the source sent tensor {piece.tensor!r}, which nobody asked for.")
+            raise SourceFailed(f"the source sent tensor {name!r}, which nobody asked for.")
         if start < 0 or end > entry.nbytes:
-            raise SourceFailed(f"the source sent bytes {start} to {end} of {piece.tensor!r}, which has {entry.nbytes}.")
-        seen = self._seen[piece.tensor]
+            raise SourceFailed(f"the source sent bytes {start} to {end} of {name!r}, which has {entry.nbytes}.")
+        seen = self._seen[name]
         at = bisect_right(seen, (start, end))
         if (at > 0 and seen[at - 1][1] > start) or (at < len(seen) and seen[at][0] < end):
-            raise SourceFailed(f"the source sent bytes {start} to {end} of {piece.tensor!r} twice.")
+            raise SourceFailed(f"the source sent bytes {start} to {end} of {name!r} twice.")
         seen.insert(at, (start, end))
         if at + 1 < len(seen) and seen[at + 1][0] == end:
             seen[at : at + 2] = [(start, seen[at + 1][1])]
         if at > 0 and seen[at - 1][1] == start:
             seen[at - 1 : at + 1] = [(seen[at - 1][0], seen[at][1])]
-        self.nbytes += len(piece.data)
+        self.nbytes += nbytes
         return seen == [(0, entry.nbytes)]
 
     def check_complete(self) -> None:
@@ -87,7 +89,7 @@ def received(
     wanted = coverage.names if len(coverage.names) < len(manifest.transfers()) else None
     with closing(receiver.pieces(manifest, deadline=deadline, names=wanted)) as pieces:
         for piece in pieces:
-            yield piece, coverage.add(piece)
+            yield piece, coverage.add(piece.tensor, piece.offset, len(piece.data))
             del piece  # the sender may have use for its memory
             deadline.check(f"receiving {manifest.version} from {receiver.url}")
     coverage.check_complete()
@@ -110,6 +112,7 @@ class Staging:
         self._flat: dict[str, Bytes] = {name: flat_bytes(array) for name, array in self.arrays.items()}
         self._running: dict[str, RunningDigest] = {}
         self._expected: Expected | None = None
+        self._mender: MendingReceiver | None = None
 
     @property
     def nbytes(self) -> int:
@@ -127,16 +130,34 @@ class Staging:
             with mapped(receiver, manifest, self._entries, deadline) as sources:
                 copy_all(sources, self._flat, running, check, threads)
             return
+        if isinstance(receiver, LandingReceiver):
+            self._mender = receiver if isinstance(receiver, MendingReceiver) else None
+            self._land(receiver, manifest, deadline)
+            return
         with closing(received(receiver, manifest, Coverage(self._entries), deadline)) as pieces:
             for piece, _ in pieces:
                 expected.note(piece)
                 data, name = np.frombuffer(piece.data, dtype=np.uint8), piece.tensor
                 copy_hashed(data, self._flat[name], piece.offset, running[name], check)
 
+    def _land(self, receiver: LandingReceiver, manifest: Manifest, deadline: Deadline) -> None:
+        """Let the source write the bytes here itself; they are hashed as they come, by whoever receives them."""
+        memories = {name: flat for name, flat in self._flat.items() if len(flat)}
+        digests = {name: LandedDigest(flat, self._running[name]) for name, flat in memories.items()}
+        coverage = Coverage(self._entries)
+
+        def seen(landed: Landed) -> None:
+            digests[landed.name].add(landed.offset, landed.nbytes)
+
+        with closing(receiver.landings(manifest, memories, deadline=deadline, seen=seen)) as landings:
+            for landed in landings:
+                coverage.add(*landed)
+        coverage.check_complete()
+
     def verify(self, manifest: Manifest, *, checksum: bool, deadline: Deadline | None = None) -> Verified:
         """Prove the bytes as they lie in staging memory. Without `checksum` their digests are only taken.
 
-        What was hashed as it came is not read again.
+        What was hashed as it came is not read again. A source that can send again what came wrong is asked to, once.
         """
         deadline = deadline or Deadline.after(math.inf)
         check = partial(deadline.check, f"verifying {manifest.version}")
@@ -147,8 +168,42 @@ class Staging:
             check()
         if checksum:
             entries = self._entries if self._expected is None else self._expected.complete(self._entries)
-            check_digests(f"version {manifest.version} as received", entries, digests)
+            digests |= self._mended(manifest, entries, digests, deadline, check)
+            found = {
+                name: shared_digest(manifest, name, self.arrays[name], check) or digest for name, digest in digests.items()
+            }
+            check_digests(f"version {manifest.version} as received", entries, found)
         return Verified(arrays=self.arrays, digests=digests)
+
+    def _mended(
+        self,
+        manifest: Manifest,
+        entries: Mapping[str, TensorEntry],
+        digests: Mapping[str, str],
+        deadline: Deadline,
+        check: Check,
+    ) -> dict[str, str]:
+        """The digests of tensors that came wrong, after parts of them were fetched again."""
+        again: dict[str, str] = {}
+        mender = self._mender
+        if mender is None:
+            return again
+        for name in [name for name, digest in digests.items() if digest != entries[name].digest]:
+            memory = self._flat[name]
+            try:
+                ranges = mender.suspect(manifest, name, memory, deadline=deadline)
+                mender.refetch(manifest, name, memory, ranges, deadline=deadline)
+            except (DeadlineExceeded, UpdateCancelled):
+                raise
+            except WeightcastError as error:  # then it stays wrong, and that is raised
+                log.warning("mend version=%s tensor=%s: %s", manifest.version, name, error)
+                continue
+            again[name] = watched_digest(memory, manifest.algorithm or DEFAULT, check)
+            log.warning(
+                "mend version=%s tensor=%s nbytes=%d right=%s",
+                manifest.version, name, sum(nbytes for _, nbytes in ranges), again[name] == entries[name].digest,
+            )  # fmt: skip
+        return again
 
     def seal(self, manifest: Manifest, deadline: Deadline) -> Manifest:
         """The manifest of what was filled in, with all digests: that of a stream is complete only afterwards."""

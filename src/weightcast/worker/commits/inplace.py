@@ -18,7 +18,7 @@ from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.commits.staged import StagedCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain
 from weightcast.worker.fit import Plan
-from weightcast.worker.sealing import Expected
+from weightcast.worker.sealing import Expected, flattened, shared_digest
 from weightcast.worker.staging import Coverage, check_digests, received
 from weightcast.worker.targets.base import Slot
 
@@ -64,6 +64,14 @@ class Stream:
             check_digests(f"version {self.base.version} in the live model", entries, digests)
         if not self.base.sealed:
             self.base = self.manifest = expected.seal(self.base_plan.entries, self.deadline)
+            self.base_plan = self.plan = self.replan(self.manifest)
+        elif self.base.boxes:
+            found = {
+                entry.name: array_digest(landing.slot.live(), self.base.algorithm or DEFAULT)
+                for landing in self.base_plan.landings
+                for entry in (landing.entry, *landing.same)
+            }
+            self.base = self.manifest = flattened(self.base, found)
             self.base_plan = self.plan = self.replan(self.manifest)
         if self.deltas:
             self._scatter()
@@ -136,7 +144,7 @@ class Stream:
         slot.install(slot.make(empty(slot.spec)))
 
     def _digest(self, slot: Slot, name: str, wanted: str, algorithm: Algorithm, digests: dict[str, str]) -> None:
-        found = array_digest(slot.live(), algorithm)
+        found = shared_digest(self.base, name, slot.live(), self.tick) or array_digest(slot.live(), algorithm)
         if found != wanted or name not in digests:  # of several slots, the one that is wrong counts
             digests[name] = found
         self.tick()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,19 +18,26 @@ import msgspec
 from weightcast.clock import Deadline
 from weightcast.engines.base import TransferMode
 from weightcast.engines.embedded.messages import Vote
-from weightcast.errors import DeadlineExceeded, InvalidInput, NotFound, SourceFailed
+from weightcast.errors import DeadlineExceeded, InvalidInput, NotFound, SourceFailed, WeightcastError
 from weightcast.store.files import read_small
 from weightcast.tensors.digest import bytes_digest
+from weightcast.transports.base import AcknowledgingReceiver
 from weightcast.transports.checkpoint import CheckpointReceiver
+from weightcast.transports.legacy_config import MODES, with_options
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.route import choose_version
 from weightcast.worker.sealing import differences
 
+log = logging.getLogger(__name__)
+
 _CONFIG_NBYTES = 16 << 20
+_ACKNOWLEDGE_S = 5.0
+_HTTP = ("http", "https", "shares+http", "shares+https")
 _SCHEMES: dict[TransferMode, tuple[str, ...]] = {
-    "snapshot": ("snapshot",), "ipc": ("ipc",), "http": ("http", "https"), "rdma": ("nixl",), "gdr": ("nixl",),
+    "snapshot": ("snapshot",), "ipc": ("ipc",), "http": _HTTP, "rdma": ("nixl",), "gdr": ("nixl",),
 }  # fmt: skip
+_NETWORK = (*_HTTP, "nixl")
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,12 @@ def check_transfer(source: str, mode: TransferMode) -> None:
         raise InvalidInput(f"transfer_mode {mode!r} goes with a source {wanted}…, and the source is {source!r}.")
 
 
+def read_by(source: str, mode: TransferMode) -> str:
+    """The source, read in this way: whoever asks for an update decides over what the URL says."""
+    check_transfer(source, mode)
+    return with_options(source, {"mode": mode}, win=True) if mode in MODES else source
+
+
 async def find_version(source: str, version: str | None, *, verify_checksum: bool, deadline: Deadline) -> Manifest:
     """The manifest of a version, or of the newest one of the source. Read in a thread, which a source that hangs keeps."""
 
@@ -134,6 +148,21 @@ async def _beside(read: Callable[[], Manifest], what: str, deadline: Deadline) -
             return await done
     except TimeoutError:
         raise DeadlineExceeded(what, deadline.seconds) from None
+
+
+def tell_source(served: Served, name: str) -> None:
+    """Tell the source of a version that the replica `name` serves it now. In a thread: nobody waits for the answer."""
+
+    def tell() -> None:
+        try:
+            with closing(open_receiver(served.source, rank=0)) as receiver:
+                if isinstance(receiver, AcknowledgingReceiver):
+                    receiver.acknowledge(served.manifest, name, deadline=Deadline.after(_ACKNOWLEDGE_S))
+        except WeightcastError as error:
+            log.warning("acknowledge version=%s source=%s: %s", served.version, served.source, error)
+
+    if urlsplit(served.source).scheme in _NETWORK:
+        threading.Thread(target=tell, name="acknowledge", daemon=True).start()
 
 
 async def find_checkpoint(directory: str, deadline: Deadline) -> Served:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import threading
 import time
 import uuid
@@ -18,7 +20,7 @@ from weightcast.engines.base import Failure, UpdateRequest, UpdateStatus
 from weightcast.engines.embedded.messages import DescribeWeights, Feed, Vote
 from weightcast.engines.embedded.replica.host import Host
 from weightcast.engines.embedded.replica.pausing import Pausing
-from weightcast.engines.embedded.replica.served import Served, check_transfer, find_version, sealed
+from weightcast.engines.embedded.replica.served import Served, find_version, read_by, sealed, tell_source
 from weightcast.engines.embedded.replica.transaction import COMMAND_S, Transaction, Wanted
 from weightcast.engines.states import TABLE, UPDATING, Operation, ReplicaState
 from weightcast.errors import (
@@ -54,6 +56,7 @@ class Updates:
 
     def __init__(self, host: Host, pausing: Pausing) -> None:
         self._host, self._pausing = host, pausing
+        self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._book: OrderedDict[str, _Entry] = OrderedDict()
         self._current: _Entry | None = None
         self.served: Served | None = None
@@ -79,7 +82,7 @@ class Updates:
             raise InvalidInput(
                 'no source for the update: give "source", or start the server with --source URL (file:///path/to/store).'
             )
-        check_transfer(source, request.transfer_mode)
+        source = read_by(source, request.transfer_mode)
         if known is not None and source != known.source:
             known = Served(known.manifest, source, known.proved, known.draft)
         entry = _Entry(
@@ -259,6 +262,7 @@ class Updates:
         """From now on this is the committed version."""
         if coming is not self.served:
             self.previous, self.served = self.served, coming
+            tell_source(coming, self._name)
         self._pausing.asleep.discard("weight")
 
     @staticmethod

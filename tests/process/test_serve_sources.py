@@ -1,4 +1,6 @@
-"""A server of two ranks takes versions out of the trainer's shared memory: held once, streamed, and lost on the way."""
+"""A server of two ranks takes versions out of the trainer's shared memory, held once, streamed, and lost on the way; and
+from trainers and depots over the network.
+"""
 
 import re
 import shutil
@@ -13,7 +15,10 @@ import httpx
 import numpy as np
 import pytest
 
-from weightcast import Publisher, Store
+from weightcast import DepotPublisher, Publisher, Shard, Store
+from weightcast.depot.questions import Questions
+from weightcast.depot.server import Depot
+from weightcast.depot.stored import StoredShelf
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import DeadlineExceeded
 
@@ -166,6 +171,59 @@ def test_a_trainer_that_is_killed_in_a_stream_leaves_the_old_version_and_the_nex
         published = publisher.publish("step_31", stand.state(31))
         assert stand.update("step_31").status_code == 200
         stand.check(31, published.manifest.root_digest)
+
+
+def results(answer: httpx.Response) -> list[dict[str, object]]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["result"]
+
+
+def test_ranks_take_their_boxes_from_a_trainer_over_the_network(stand):
+    with DepotPublisher("127.0.0.1:0") as publisher:
+        for number, commit in enumerate(("copy", "swap", "inplace"), start=41):
+            state = stand.state(number)
+            published = publisher.publish(f"step_{number}", state)
+            told = results(stand.update(f"step_{number}", source=publisher.url, commit=commit))
+            published.wait(receivers=1, timeout=WAIT_S)
+            if commit != "inplace":  # that reads everything twice
+                assert sum(one["bytes"] for one in told) < 1.3 * sum(array.nbytes for array in state.values())
+            stand.check(number, published.manifest.root_digest)
+
+
+def test_ranks_that_are_behind_are_sent_one_delta(stand):
+    with StoredShelf(stand.store.path) as shelf:
+        questions = Questions(shelf, stand.store.path)
+        with Depot(questions.shelf, routes=questions.routes()) as depot:
+            results(stand.update("step_0", source=depot.url))
+            state = stand.store.load("step_0")
+            for number in (51, 52, 53):
+                for array in state.values():
+                    array.reshape(-1)[number::997] *= 2
+                manifest = stand.store.publish(f"behind_{number}", state, mode="full" if number == 52 else "auto")
+            told = results(stand.update("behind_53", source=depot.url))
+    assert {one["mode"] for one in told} == {"delta"}
+    assert sum(one["bytes"] for one in told) < sum(array.nbytes for array in state.values()) / 10
+    assert stand.weights()["root_digest"] == manifest.root_digest
+    assert httpx.post(f"{stand.server.url}/v1/weights/verify", timeout=WAIT_S).status_code == 200
+
+
+def test_ranks_take_what_several_trainer_ranks_share(stand):
+    state = stand.state(61)
+    halves = [{}, {}]
+    for name, array in state.items():
+        middle = len(array) // 2
+        for rank, (start, rows) in enumerate(((0, array[:middle]), (middle, array[middle:]))):
+            halves[rank][name] = Shard(rows, shape=array.shape, start=(start,) + (0,) * (array.ndim - 1))
+    with DepotPublisher("127.0.0.1:0", rank=0, ranks=2) as first, DepotPublisher("127.0.0.1:0", rank=1, ranks=2) as second:
+        for publisher, half in zip((first, second), halves, strict=True):
+            publisher.publish("step_61", half)
+        source = f"shares+{first.url},{second.url.removeprefix('http://')}"
+        results(stand.update("step_61", source=source))
+        assert httpx.post(f"{stand.server.url}/v1/weights/verify", timeout=WAIT_S).status_code == 200
+        told = stand.tokens()
+    stand.store.publish("again_61", state, mode="full")
+    assert stand.update("again_61", source=f"file://{stand.store.path}").status_code == 200
+    assert stand.tokens() == told
 
 
 def retried(call):
