@@ -21,20 +21,24 @@ from weightcast.worker.states import State
 from weightcast.worker.targets.capture import ModelPart
 
 if TYPE_CHECKING:
+    from weightcast.publish.depot_publisher import DepotPublisher
     from weightcast.publish.publication import Publication
     from weightcast.publish.publisher import Publisher
+    from weightcast.publish.shares import Shard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "TRANSFORMER_GROUPS",
     "DeltaPolicy",
+    "DepotPublisher",
     "LiveModel",
     "Manifest",
     "Mismatch",
     "ModelPart",
     "Publication",
     "Publisher",
+    "Shard",
     "State",
     "Store",
     "UpdateResult",
@@ -44,7 +48,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What needs ZeroMQ, which is an extra, is loaded when it is asked for."""
+    """What publishes from a trainer's memory, by ZeroMQ, which is an extra, or over HTTP, is loaded when it is asked for."""
+    if name == "DepotPublisher":
+        from weightcast.publish.depot_publisher import DepotPublisher  # noqa: PLC0415
+
+        return DepotPublisher
+    if name == "Shard":
+        from weightcast.publish.shares import Shard  # noqa: PLC0415
+
+        return Shard
     if name == "Publisher":
         from weightcast.publish.publisher import Publisher  # noqa: PLC0415
 

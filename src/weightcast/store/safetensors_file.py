@@ -145,21 +145,7 @@ class SafetensorsWriter:
 
     def finish(self, metadata: Mapping[str, str], algorithm: Algorithm) -> str:
         """Write the header, wait until the file is on the medium, close it; returns the digest of the header's bytes."""
-        fields: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
-        for place in self.places:
-            start = place.offset - self.header_nbytes
-            fields[place.spec.name] = {
-                "dtype": place.spec.dtype.value,
-                "shape": list(place.spec.shape),
-                "data_offsets": [start, start + place.spec.nbytes],
-            }
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        room = self.header_nbytes - 8
-        if len(text) > room:
-            raise UnsupportedTensor(
-                f"the header of {self.path} needs {len(text)} bytes and has {room}: shorten the metadata."
-            )
-        header = room.to_bytes(8, "little") + text.ljust(room)
+        header = encoded_header(self.path, self.places, self.header_nbytes, metadata)
         self._file.rewrite(header, 0)
         self._file.sync()
         self._file.close()
@@ -168,6 +154,23 @@ class SafetensorsWriter:
     def close(self) -> None:
         """Close the file, finished or not. Safe twice."""
         self._file.close()
+
+
+def encoded_header(path: Path, places: Iterable[Place], nbytes: int, metadata: Mapping[str, str]) -> bytes:
+    """The first `nbytes` of a file in which tensors lie at these places. `path` is only for messages."""
+    fields: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
+    for place in places:
+        start = place.offset - nbytes
+        fields[place.spec.name] = {
+            "dtype": place.spec.dtype.value,
+            "shape": list(place.spec.shape),
+            "data_offsets": [start, start + place.spec.nbytes],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    room = nbytes - 8
+    if len(text) > room:
+        raise UnsupportedTensor(f"the header of {path} needs {len(text)} bytes and has {room}: shorten the metadata.")
+    return room.to_bytes(8, "little") + text.ljust(room)
 
 
 def _field_nbytes(spec: TensorSpec) -> int:

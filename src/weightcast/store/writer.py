@@ -80,7 +80,7 @@ class FullWriter:
         if not self._series.entries:
             raise InvalidInput(f"version {self._draft.version} has no tensors: there is nothing to publish.")
         parts, entries = self._name_parts(), tuple(self._series.entries)
-        self._draft.write_file(layout.INDEX, _index(parts, entries))
+        self._draft.write_file(layout.INDEX, index_of(parts, entries))
         return Contents("full", entries, self._tied, parts)
 
     def __enter__(self) -> FullWriter:
@@ -99,7 +99,8 @@ class FullWriter:
         return tuple(named)
 
 
-def _index(parts: tuple[PartEntry, ...], entries: tuple[TensorEntry, ...]) -> bytes:
+def index_of(parts: tuple[PartEntry, ...], entries: tuple[TensorEntry, ...]) -> bytes:
+    """The file that lists which part holds which tensor, as checkpoints have it."""
     weight_map = {entry.name: parts[entry.part].file for entry in entries}
     total = sum(entry.nbytes for entry in entries)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()

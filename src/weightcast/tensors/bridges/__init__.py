@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from weightcast.errors import UnsupportedTensor
+from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import numpy_bridge
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
@@ -68,3 +69,19 @@ def host_array(name: str, tensor: object) -> Array:
     if not bridge.has_storage(tensor):
         raise UnsupportedTensor(f"tensor {name!r} has no storage (it is on the meta device, or was cleared).")
     return bridge.host(tensor)
+
+
+def local_box(name: str, tensor: object) -> tuple[tuple[int, ...], Box, object] | None:
+    """Of a tensor that is distributed over processes: its shape, the box of it that is here, and the tensor with that box.
+
+    None for any other tensor. Errors name the tensor.
+    """
+    classes = {f"{cls.__module__}.{cls.__name__}" for cls in type(tensor).__mro__ if cls.__name__ == "DTensor"}
+    if not any(called.startswith("torch.distributed.") for called in classes):
+        return None
+    from weightcast.tensors.bridges import dtensor_bridge  # noqa: PLC0415 - torch is an extra
+
+    try:
+        return dtensor_bridge.local_box(tensor)
+    except UnsupportedTensor as error:
+        raise UnsupportedTensor(f"tensor {name!r}: {error}") from error

@@ -1,0 +1,107 @@
+"""Versions that a trainer lends: receivers read its own tensors where they lie, and it may not change them meanwhile."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from weightcast.clock import Deadline
+from weightcast.depot.leases import Lease
+from weightcast.errors import Conflict, InvalidInput, NotFound
+from weightcast.publish.drafting import Draft, Files
+from weightcast.publish.memory_parts import MemoryPart, part_files
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.bridges import host_array
+from weightcast.tensors.digest import Algorithm, Hasher
+from weightcast.tensors.flat import Array, byte_blocks, flat_bytes
+from weightcast.wire.manifest import encode_manifest
+
+
+def hashed(tensors: Mapping[str, object], *, algorithm: Algorithm, threads: int, deadline: Deadline) -> dict[str, str]:
+    """The digests of tensors where they lie."""
+    names = deque(tensors)
+    digests: dict[str, str] = {}
+
+    def work() -> None:
+        while True:
+            try:
+                name = names.popleft()
+            except IndexError:  # nothing is left to do
+                return
+            hasher = Hasher(algorithm)
+            for block in byte_blocks(host_array(name, tensors[name])):
+                hasher.update(block.data)
+                deadline.check(f"hashing {name}")
+            digests[name] = hasher.digest()
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="lend") as pool:
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
+    return digests
+
+
+class LentHolding:
+    """A version that is lent. Its parts are made up: a header, and then the tensors' own memory.
+
+    What is read of it by file is proved by the manifest. Boxes are not given out: their digests would be taken as they are
+    sent, and so would not show that the trainer took its tensors back in between.
+    """
+
+    ranks = 1
+
+    def __init__(self, files: Files, draft: Draft, lease: Lease) -> None:
+        self.manifest = files.manifest
+        self.encoded = encode_manifest(files.manifest)
+        self.nbytes = files.manifest.nbytes
+        self._small, self._tensors, self._lease = files.small, draft.tensors(), lease
+        self._parts = dict(zip(part_files(draft.parts), zip(draft.parts, files.headers, strict=True), strict=True))
+
+    @property
+    def active(self) -> bool:
+        """Whether it may still be read."""
+        return self._lease.active
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Parts and small files with their sizes."""
+        parts = {name: part.nbytes for name, (part, _) in self._parts.items()}
+        return parts | {name: len(data) for name, data in self._small.items()}
+
+    def views(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[memoryview]:  # noqa: ARG002 - all is here
+        """The bytes of a range where they lie."""
+        if not self.active:
+            raise NotFound(f"the lease of version {self.manifest.version} has ended. Take the version from another source.")
+        nbytes = self.files.get(file)
+        if nbytes is None:
+            raise NotFound(f"version {self.manifest.version} has no file {file!r}.")
+        if not 0 <= start <= stop <= nbytes:
+            raise InvalidInput(f"{file} has {nbytes} bytes, and none from {start} to {stop}.")
+        if file in self._small:
+            return [memoryview(self._small[file])[start:stop]]
+        part, header = self._parts[file]
+        return [] if start == stop else self._stretches(part, header, start, stop)
+
+    def _stretches(self, part: MemoryPart, header: bytes, start: int, stop: int) -> list[memoryview]:
+        views = [memoryview(header)[start:stop]] if start < len(header) else []
+        places = [place for place in part.places if place.spec.nbytes]
+        first = max(0, bisect_right([place.offset for place in places], start) - 1)
+        for place in places[first:]:
+            begin, end = max(start, place.offset), min(stop, place.offset + place.spec.nbytes)
+            if begin < end:
+                name = place.spec.name
+                views.append(self._bytes(name)[begin - place.offset : end - place.offset])
+            elif place.offset >= stop:
+                break
+        return views
+
+    def _bytes(self, name: str) -> memoryview:
+        tensor = self._tensors[name]
+        if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":
+            raise Conflict(f"tensor {name!r} of {self.manifest.version} is lent on a device: read it by nixl://.")
+        return flat_bytes(host_array(name, tensor)).data.toreadonly()
+
+    def tensor(self, name: str) -> tuple[Box, Array]:
+        """Boxes are not given out."""
+        raise NotFound(f"version {self.manifest.version} is lent: {name!r} cannot be read in boxes. Read its files.")

@@ -1,0 +1,201 @@
+"""Which box of a tensor is fetched from whom: the intersections of what is wanted with what is held. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+from weightcast.tensors.boxes import Box
+
+SPLIT_NBYTES = 1 << 20  # what several hold is not divided between them into less: a request costs more than it saves
+
+
+class HeldBox(NamedTuple):
+    """A box of a tensor, and who holds it: the same bytes at each of them."""
+
+    box: Box
+    holders: tuple[int, ...]
+
+
+class Fetch(NamedTuple):
+    """Bytes to be fetched: a box of the tensor that is wanted at that index, inside of one box that `holders` hold.
+
+    The first of the holders is the one to ask, the others can be asked instead.
+    """
+
+    wanted: int
+    box: Box
+    holders: tuple[int, ...]
+    whole: bool  # it is all of the held box, so that the digest of that one is its digest
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box of a tensor that somebody needs."""
+
+    tensor: str
+    box: Box
+    itemsize: int
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The elements that both boxes have; None if there are none."""
+    starts, sizes = [], []
+    for start, size, other_start, other_size in zip(one.start, one.shape, other.start, other.shape, strict=True):
+        first, last = max(start, other_start), min(start + size, other_start + other_size)
+        if first >= last:
+            return None
+        starts.append(first)
+        sizes.append(last - first)
+    return Box(tuple(starts), tuple(sizes))
+
+
+def ends_of(box: Box) -> tuple[int, ...]:
+    """Where it ends along each dimension."""
+    return tuple(start + size for start, size in zip(box.start, box.shape, strict=True))
+
+
+def moved(box: Box, origin: tuple[int, ...]) -> Box:
+    """The same box seen from inside of one that starts at `origin`."""
+    return Box(tuple(start - zero for start, zero in zip(box.start, origin, strict=True)), box.shape)
+
+
+def plan(
+    wanted: Sequence[Wanted], held: Mapping[str, Sequence[HeldBox]], *, without: Collection[int] = ()
+) -> tuple[list[Fetch], list[Fetch]]:
+    """What to fetch, each wanted byte exactly once if the held boxes of a tensor cover it exactly once; and what nobody has
+    who is not in `without`.
+
+    What several hold is shared out so that all are asked for about as many bytes as the others, large boxes in rows. The
+    same input gives the same plan.
+    """
+    tilings = {name: _Tiling(boxes) for name, boxes in held.items()}
+    found = [
+        fetch
+        for index, one in enumerate(wanted)
+        if one.tensor in tilings
+        for fetch in tilings[one.tensor].fetches(index, one.box)
+    ]
+    absent = frozenset(without)
+    left = [fetch._replace(holders=tuple(who for who in fetch.holders if who not in absent)) for fetch in found]
+    lost = [fetch for fetch, there in zip(found, left, strict=True) if not there.holders]
+    return _balanced([fetch for fetch in left if fetch.holders], wanted), lost
+
+
+def _balanced(fetches: Sequence[Fetch], wanted: Sequence[Wanted]) -> list[Fetch]:
+    """Each fetch with the holder first that has least to send, the largest that can be chosen first."""
+    load: dict[int, int] = defaultdict(int)
+    chosen: list[Fetch] = []
+    free: list[tuple[int, Fetch]] = []
+    for fetch in fetches:
+        nbytes = prod(fetch.box.shape) * wanted[fetch.wanted].itemsize
+        if len(fetch.holders) == 1:
+            load[fetch.holders[0]] += nbytes
+            chosen.append(fetch)
+        else:
+            free += _shared(fetch, wanted[fetch.wanted].itemsize)
+    for nbytes, fetch in sorted(free, key=lambda item: -item[0]):
+        first = min(fetch.holders, key=lambda who: (load[who], fetch.holders.index(who)))
+        load[first] += nbytes
+        chosen.append(fetch._replace(holders=(first, *(who for who in fetch.holders if who != first))))
+    return sorted(chosen, key=lambda fetch: (fetch.wanted, fetch.box.start))
+
+
+def _shared(fetch: Fetch, itemsize: int) -> Iterator[tuple[int, Fetch]]:
+    """A box that several hold in parts that can be divided between them, and the bytes of each."""
+    nbytes = prod(fetch.box.shape) * itemsize
+    share = -(-nbytes // len(fetch.holders))
+    if share < SPLIT_NBYTES:
+        yield nbytes, fetch
+        return
+    for box in chunks(fetch.box, itemsize, share):
+        yield prod(box.shape) * itemsize, fetch._replace(box=box, whole=fetch.whole and box == fetch.box)
+
+
+def chunks(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
+    """A box in boxes of at most `nbytes`, or of one element, whose bytes follow one another in C order.
+
+    Each is a run of rows of the box, or, where a row is too long, of the rows of a row.
+    """
+    total = prod(box.shape) * itemsize
+    dim = next((axis for axis, size in enumerate(box.shape) if size > 1), None)
+    if total <= nbytes or dim is None:
+        yield box
+        return
+    row = total // box.shape[dim]
+    rows = max(1, nbytes // row)
+    for at in range(0, box.shape[dim], rows):
+        start = (*box.start[:dim], box.start[dim] + at, *box.start[dim + 1 :])
+        shape = (*box.shape[:dim], min(rows, box.shape[dim] - at), *box.shape[dim + 1 :])
+        yield from chunks(Box(start, shape), itemsize, nbytes)
+
+
+class _Tiling:
+    """Held boxes of one tensor in an order in which those that can meet a box are found without looking at all."""
+
+    def __init__(self, held: Sequence[HeldBox]) -> None:
+        self._held = sorted((one for one in held if prod(one.box.shape)), key=lambda one: one.box.start)
+        self._starts = [one.box.start[0] if one.box.start else 0 for one in self._held]
+        ends = [ends_of(one.box)[0] if one.box.shape else 1 for one in self._held]
+        self._last_ends = list(accumulate(ends, max))  # none up to here ends later
+
+    def fetches(self, index: int, box: Box) -> Iterator[Fetch]:
+        begin, end = (box.start[0], box.start[0] + box.shape[0]) if box.start else (0, 1)
+        first, last = bisect_right(self._last_ends, begin), bisect_left(self._starts, end)
+        for box_held, holders in self._held[first:last]:
+            common = intersection(box, box_held)
+            if common is not None:
+                yield Fetch(index, common, holders, whole=common == box_held)
+
+
+def tiling_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:
+    """Where boxes do not cover a tensor exactly once: all holes, and all parts that lie in more than one of them.
+
+    Boxes without elements count for nothing.
+    """
+    outside = [box for box in boxes if not box.fits(shape)]
+    if outside:
+        return [f"{_written(box)} lies outside of a tensor of shape {list(shape)}" for box in outside]
+    filled = [box for box in boxes if prod(box.shape)]
+    if not prod(shape):
+        return []
+    return list(dict.fromkeys(_uncovered(shape, filled, ())))
+
+
+def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box], slab: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """Goes through one dimension after the other, in slabs in which the same boxes lie all the way."""
+    dim = len(slab)
+    if len(boxes) == 1 and not any(boxes[0].start[dim:]) and boxes[0].shape[dim:] == shape[dim:]:
+        return
+    if dim == len(shape) or not boxes:
+        where = [*slab, *((0, size) for size in shape[dim:])]
+        part = Box(tuple(start for start, _ in where), tuple(end - start for start, end in where))
+        yield _nobody(part) if not boxes else _several(part, boxes)
+        return
+    starts = sorted(boxes, key=lambda box: box.start[dim])
+    edges = sorted({0, shape[dim], *(box.start[dim] for box in boxes), *(box.start[dim] + box.shape[dim] for box in boxes)})
+    inside: list[Box] = []
+    at = 0
+    for begin, end in pairwise(edges):
+        inside = [box for box in inside if box.start[dim] + box.shape[dim] > begin]
+        while at < len(starts) and starts[at].start[dim] <= begin:
+            inside.append(starts[at])
+            at += 1
+        yield from _uncovered(shape, inside, (*slab, (begin, end)))
+
+
+def _nobody(part: Box) -> str:
+    return f"nobody holds {_written(part)}"
+
+
+def _several(part: Box, boxes: Sequence[Box]) -> str:
+    return f"{_written(part)} lies in {' and in '.join(map(_written, boxes))}"
+
+
+def _written(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{end}' for start, end in zip(box.start, ends_of(box), strict=True))}]"

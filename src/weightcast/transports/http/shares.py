@@ -1,0 +1,312 @@
+"""A version that several publishers share, received as one: every byte that is wanted, from somebody who holds it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from math import prod
+from time import sleep
+from typing import Self, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import numpy as np
+
+from weightcast.clock import Deadline
+from weightcast.errors import InvalidInput, SourceFailed, VersionNotSet, WeightcastError
+from weightcast.tensors.box_plan import chunks
+from weightcast.tensors.boxes import Box, Held
+from weightcast.tensors.digest import DEFAULT, array_digest
+from weightcast.tensors.flat import Array, Bytes, Piece, Pieces
+from weightcast.tensors.placing import place
+from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.http.access import Access
+from weightcast.transports.http.client import STALL_S, DepotClient, version_path
+from weightcast.transports.http.options import parse_options
+from weightcast.transports.http.share_fetching import STREAMS, Fetching, Group, Publisher
+from weightcast.transports.prefetch import DEPTH, prefetched, ring
+from weightcast.wire.depot import Ack, BoxOf, Catalogue
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest
+from weightcast.wire.shares import Share, decode_share, merged
+
+log = logging.getLogger(__name__)
+
+SCHEME_PREFIX = "shares+"
+OPTIONS = frozenset({"token_file", "ca_file", "prefetch", "bucket_nbytes", "stall_s"})
+BUCKET_NBYTES = 64 << 20
+MIN_BUCKET_NBYTES = 1 << 12
+ANSWER_TIMEOUT_S = 30.0
+_KEPT_GROUPS = 4
+_WAIT_S = 10.0  # of a long poll; a publisher that is gone is noticed then
+_LAG_S = 0.05  # between looks at trainer ranks that are behind the others
+
+_Answer = TypeVar("_Answer")
+
+
+class SharesReceiver:
+    """Receives from the publishers of all trainer ranks, whose URLs are given in any order.
+
+    A version is there once all ranks have published it. Boxes that several ranks hold are fetched from all of them in equal
+    parts, and from the others if one dies. `received_nbytes` counts the bytes of all answers.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        access: Access | None = None,
+        streams: int = STREAMS,
+        prefetch: int = DEPTH,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """`streams` answers are received at once; `pieces` keeps up to `prefetch` + 2 buckets in memory."""
+        if not urls or len(set(urls)) != len(urls):
+            raise InvalidInput(f"the URLs of all publishers are needed, each once, not {', '.join(urls) or 'none'}.")
+        if streams < 1 or prefetch < 1 or bucket_nbytes < MIN_BUCKET_NBYTES:
+            raise InvalidInput(
+                f"streams={streams} and prefetch={prefetch} must be positive, and bucket_nbytes={bucket_nbytes} at least "
+                f"{MIN_BUCKET_NBYTES}."
+            )
+        self._clients = [DepotClient(url, access=access, stall_s=stall_s) for url in urls]
+        self.url = _joined([client.url for client in self._clients])
+        self.received_nbytes = 0
+        self._streams, self._prefetch, self._bucket_nbytes, self._stall_s = streams, prefetch, bucket_nbytes, stall_s
+        self._lock = threading.Lock()
+        self._groups: dict[str, Group] = {}
+
+    @classmethod
+    def open(cls, location: SplitResult, options: Mapping[str, str]) -> Self:
+        """The receiver for `shares+http://host:port,host:port[?options]`, the hosts of all trainer ranks. Of the options of
+        `http://` it knows those in `OPTIONS`.
+        """
+        plain = location._replace(scheme=location.scheme.removeprefix(SCHEME_PREFIX))
+        urls, access, settings = parse_options(plain, options)
+        return cls(urls, access=access, **settings)
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    def newest(self) -> str:
+        """The last version that all ranks have published."""
+        return self.wait_newer(None, deadline=Deadline.after(ANSWER_TIMEOUT_S), at_once=True)
+
+    def wait_newer(self, after: str | None, *, deadline: Deadline, at_once: bool = False) -> str:
+        """The newest version of all ranks once it is another than `after`. With `at_once`: whatever it is now."""
+        what = f"waiting for a newer version than {after} from {self.url}"
+        while True:
+            newest = _newest_of_all(self._all(lambda client: client.catalogue(deadline=deadline)))
+            if newest and (at_once or newest != after):
+                return newest
+            if at_once:
+                raise VersionNotSet(f"nothing has been published by every trainer rank at {self.url} yet.")
+            for client in self._clients:
+                deadline.check(what)
+                self._poll(client, after or "", deadline)
+            sleep(min(_LAG_S, deadline.remaining()))  # some trainer rank is behind
+            deadline.check(what)
+
+    def _poll(self, client: DepotClient, after: str, deadline: Deadline) -> None:
+        try:
+            client.newest(deadline=deadline, after=after, wait_s=min(_WAIT_S, deadline.remaining()))
+        except VersionNotSet:
+            return
+
+    def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
+        """What the version is, as follows from what all publishers hold."""
+        return self._grouped(version, deadline).manifest
+
+    def _grouped(self, version: str, deadline: Deadline) -> Group:
+        shares = self._all(lambda client: self._share(client, version, deadline))
+        wrong = {share.ranks for share in shares} - {len(self._clients)}
+        if wrong:
+            raise InvalidInput(
+                f"version {version} is shared by {', '.join(map(str, sorted(wrong)))} publishers, and {len(self._clients)} "
+                f"URL(s) are given: {self.url}. Give those of all, each once."
+            )
+        manifest = merged(shares)
+        publishers = {
+            share.rank: Publisher(share.rank, client, share.root_digest)
+            for client, share in zip(self._clients, shares, strict=True)
+        }
+        group = Group(manifest, publishers)
+        with self._lock:
+            self._groups.pop(manifest.root_digest, None)
+            self._groups[manifest.root_digest] = group
+            for root in list(self._groups)[:-_KEPT_GROUPS]:
+                del self._groups[root]
+        return group
+
+    def _share(self, client: DepotClient, version: str, deadline: Deadline) -> Share:
+        path = version_path(version, "share")
+        with client.stream("GET", path, None, deadline=deadline, patience_s=self._stall_s) as response:
+            self._count(response.nbytes)
+            share = decode_share(response.read(MAX_MANIFEST_NBYTES), f"{client.url}{path}")
+        if share.version != version:
+            raise SourceFailed(f"{client.url} was asked for {version} and describes {share.version}.")
+        return share
+
+    def _group(self, manifest: Manifest, deadline: Deadline) -> Group:
+        """The publishers of just this version, whoever read its manifest."""
+        with self._lock:
+            group = self._groups.get(manifest.root_digest)
+        group = group or self._grouped(manifest.version, deadline)
+        if group.manifest.root_digest != manifest.root_digest:
+            raise SourceFailed(
+                f"version {manifest.version} has root digest {group.manifest.root_digest} at {self.url} now, and not "
+                f"{manifest.root_digest}: it was published again. Read its manifest again."
+            )
+        return group
+
+    # -- bytes --------------------------------------------------------------------------------------------------------
+
+    def boxes(
+        self, manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]], *, deadline: Deadline
+    ) -> Generator[tuple[int, str], None, None]:
+        """Fill each memory with the bytes of its box; tells the index of each that is there, and the digest of its bytes.
+
+        What comes is compared with the digests that its publishers send, so what is told holds for what was published.
+        """
+        _check(manifest, wanted)
+        fetching = Fetching(
+            self._group(manifest, deadline), wanted,
+            deadline=deadline, streams=self._streams, stall_s=self._stall_s, count=self._count,
+        )  # fmt: skip
+        yield from fetching.run()
+
+    def landings(
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+    ) -> Generator[Landed, None, None]:
+        """Fill each memory with the tensor of that name. A tensor is told when all of it is there."""
+        entries = manifest.transfers()
+        names = list(memories)
+        wanted = [(BoxOf(name, Box.whole(entries[name].shape)), memories[name]) for name in names]
+        with closing(self.boxes(manifest, wanted, deadline=deadline)) as told:
+            for index, _ in told:
+                landed = Landed(names[index], 0, entries[names[index]].nbytes)
+                if landed.nbytes:
+                    seen(landed)
+                    yield landed
+
+    def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
+        """Every byte of the version (or of the named tensors) once, a bucket at a time."""
+        chosen = [entry.name for entry in manifest.tensors if names is None or entry.name in names]
+        what = f"receiving {manifest.version} from {self.url}"
+        produce = partial(self._produce, manifest, chosen, deadline)
+        return prefetched(produce, deadline=deadline, what=what, depth=self._prefetch)
+
+    def _produce(self, manifest: Manifest, names: Sequence[str], deadline: Deadline) -> Pieces:
+        buckets = ring(self._bucket_nbytes, self._prefetch)
+        for number, bucket in enumerate(_buckets(manifest, names, self._bucket_nbytes)):
+            memory = np.frombuffer(buckets[number % len(buckets)], dtype=np.uint8)
+            wanted, starts, at = [], [], 0
+            for asked, start, nbytes in bucket:
+                wanted.append((asked, memory[at : at + nbytes]))
+                starts.append(start)
+                at += nbytes
+            with closing(self.boxes(manifest, wanted, deadline=deadline)) as told:
+                for index, _ in told:
+                    asked, data = wanted[index]
+                    yield Piece(asked.tensor, starts[index], data.data)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
+        """The digests that parameters must have. No publisher has all of a version, so they are put together here."""
+        algorithm = manifest.algorithm or DEFAULT
+        return {one.spec.name: array_digest(self._assembled(manifest, one, deadline), algorithm) for one in held}
+
+    def _assembled(self, manifest: Manifest, one: Held, deadline: Deadline) -> Array:
+        entries = manifest.by_name()
+        dtypes = [entries[placement.source].dtype for placement in one.placements]
+        boxes = [
+            np.empty(placement.box.shape, dtype=dtype.numpy) for placement, dtype in zip(one.placements, dtypes, strict=True)
+        ]
+        wanted = [
+            (BoxOf(placement.source, placement.box), box.reshape(-1).view(np.uint8))
+            for placement, box in zip(one.placements, boxes, strict=True)
+        ]
+        for _ in self.boxes(manifest, wanted, deadline=deadline):
+            continue
+        parameter = np.zeros(one.spec.shape, dtype=one.spec.dtype.numpy)
+        check = partial(deadline.check, f"hashing {one.spec.name}")
+        for placement, box in zip(one.placements, boxes, strict=True):
+            place(box, parameter, replace(placement, box=Box.whole(placement.box.shape)), check)
+        return parameter
+
+    def acknowledge(self, manifest: Manifest, receiver: str, *, deadline: Deadline) -> None:
+        """Tell all publishers that `receiver` serves a version now."""
+        ack = Ack(receiver, manifest.version, manifest.root_digest)
+
+        def tell(client: DepotClient) -> None:
+            try:
+                client.acknowledge(ack, deadline=deadline)
+            except WeightcastError as error:
+                log.warning("acknowledge version=%s url=%s: %s", manifest.version, client.url, error)
+
+        self._all(tell)
+
+    def close(self) -> None:
+        """Hang up everywhere. Safe twice, and safe after a failure."""
+        for client in self._clients:
+            client.close()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.received_nbytes += nbytes
+
+    def _all(self, ask: Callable[[DepotClient], _Answer]) -> list[_Answer]:
+        """The answers of all publishers, in the order of the URLs."""
+        with ThreadPoolExecutor(min(self._streams, len(self._clients)), thread_name_prefix="ask shares") as threads:
+            return list(threads.map(ask, self._clients))
+
+
+def _joined(urls: Sequence[str]) -> str:
+    """One URL for all publishers, as a source is written, if they differ only in their hosts."""
+    split = [urlsplit(url) for url in urls]
+    if len({(one.scheme, one.path) for one in split}) > 1:
+        return ", ".join(urls)
+    return SCHEME_PREFIX + split[0]._replace(netloc=",".join(one.netloc for one in split)).geturl()
+
+
+def _newest_of_all(catalogues: Sequence[Catalogue]) -> str | None:
+    """The version that came last of those that everybody has."""
+    offers = [{offer.version: offer for offer in one.versions if offer.complete} for one in catalogues]
+    common = set.intersection(*(set(one) for one in offers))
+    return max(common, key=lambda version: (max(one[version].sequence for one in offers), version), default=None)
+
+
+def _check(manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]]) -> None:
+    entries = manifest.by_name()
+    problems = []
+    for asked, memory in wanted:
+        entry = entries.get(asked.tensor)
+        if entry is None or not asked.box.fits(entry.shape):
+            problems.append(f"{asked.box} of {asked.tensor!r} is not in it")
+        elif len(memory) != prod(asked.box.shape) * entry.dtype.itemsize:
+            problems.append(f"{asked.box} of {asked.tensor!r} does not fit into {len(memory)} bytes")
+    if problems:
+        raise InvalidInput(f"version {manifest.version} was asked for what cannot be: {'; '.join(problems)}.")
+
+
+def _buckets(manifest: Manifest, names: Sequence[str], nbytes: int) -> Iterator[list[tuple[BoxOf, int, int]]]:
+    """All bytes of tensors in boxes that lie in one piece, as many together as fit into a bucket; with their offsets."""
+    entries = manifest.by_name()
+    bucket: list[tuple[BoxOf, int, int]] = []
+    room = nbytes
+    for name in names:
+        at = 0
+        for box in chunks(Box.whole(entries[name].shape), entries[name].dtype.itemsize, nbytes):
+            size = prod(box.shape) * entries[name].dtype.itemsize
+            if size == 0:
+                continue
+            if size > room:
+                yield bucket
+                bucket, room = [], nbytes
+            bucket.append((BoxOf(name, box), at, size))
+            at, room = at + size, room - size
+    if bucket:
+        yield bucket

@@ -1,0 +1,77 @@
+"""One tensor-parallel rank that takes its own slices. Run as: fsdp_receiver RANK RANKS STORE URL...
+
+Prints what it received, counted at the sockets, and the parameters that differ from slices of the whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from weightcast import Store
+from weightcast.clock import Deadline
+from weightcast.tensors.box_digest import box_of
+from weightcast.tensors.boxes import Box, Held
+from weightcast.transports.http.shares import SharesReceiver
+from weightcast.wire.manifest import TensorEntry
+from weightcast.worker.shards import Shards, cut
+
+received: list[int] = []
+
+
+def count_everything() -> None:
+    """Count all bytes that any socket of this process receives, heads and all."""
+
+    def counted(name: str, nbytes_of: Callable[[Any], int]) -> None:
+        method = getattr(socket.socket, name)
+
+        def call(*arguments: Any) -> Any:
+            result = method(*arguments)
+            received.append(nbytes_of(result))
+            return result
+
+        setattr(socket.socket, name, call)
+
+    counted("recv", len)
+    counted("recv_into", int)
+    counted("recvmsg_into", itemgetter(0))
+
+
+def slice_of(entry: TensorEntry, rank: int, ranks: int) -> Box:
+    """Columns of `down`, rows of all other matrices, as even as it goes; norms and biases whole."""
+    if len(entry.shape) == 1:
+        return Box.whole(entry.shape)
+    dim = 1 if ".down." in entry.name else 0
+    first, last = (round(entry.shape[dim] * one / ranks) for one in (rank, rank + 1))
+    start = tuple(first if axis == dim else 0 for axis in range(2))
+    return Box(start, tuple(last - first if axis == dim else size for axis, size in enumerate(entry.shape)))
+
+
+def main() -> None:
+    rank, ranks = map(int, sys.argv[1:3])
+    count_everything()
+    receiver = SharesReceiver(sys.argv[4:])
+    deadline = Deadline.after(100)
+    manifest = receiver.manifest(receiver.newest(), deadline=deadline)
+    boxes = {entry.name: slice_of(entry, rank, ranks) for entry in manifest.tensors}
+    sources = {name: entry.shape for name, entry in manifest.by_name().items()}
+    shards = Shards(tuple(Held.slice_of(entry.spec, boxes[entry.name]) for entry in manifest.tensors), sources)
+    version = cut(
+        receiver, manifest, shards, held=None, mode="copy", checksum=True, deadline=deadline, progress=lambda *_: None
+    )
+    shard = version.manifest(version.newest(), deadline=deadline)
+    found = version.arrays(shard)
+    receiver.close()
+    whole = Store(Path(sys.argv[3])).load("step_1")
+    wrong = [name for name, box in boxes.items() if found[name].tobytes() != box_of(whole[name], box).tobytes()]
+    report = {"own": shard.nbytes, "received": sum(received), "counted": receiver.received_nbytes, "wrong": wrong}
+    print(json.dumps(report | {"tied": manifest.tied, "names": sorted(sources)}))
+
+
+if __name__ == "__main__":
+    main()

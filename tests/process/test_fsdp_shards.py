@@ -1,0 +1,56 @@
+"""Four FSDP ranks publish what they hold; tensor-parallel ranks of any number take their slices, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from weightcast.clock import Deadline
+
+from .children import end, start_module
+
+START_S = 120.0  # far more than it takes, on a machine that may be busy
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fsdp")
+    child = start_module("fsdp_trainers", directory)
+    try:
+        yield directory, urls_of(child, directory)
+        _, errors = child.communicate("", timeout=START_S)  # the end of its input: it must end by itself, and well
+        assert child.returncode == 0, errors[-4000:]
+    finally:
+        end(child)
+
+
+def urls_of(child, directory):
+    deadline = Deadline.after(START_S)
+    while not (directory / "urls.json").exists():
+        deadline.check("starting the trainers")
+        assert child.poll() is None, child.stderr.read()[-4000:]
+        time.sleep(0.1)
+    return json.loads((directory / "urls.json").read_text())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tensor_parallel_ranks_take_their_slices_from_fsdp_ranks_bit_by_bit_and_hardly_a_byte_more(trainers, ranks):
+    directory, urls = trainers
+    children = [
+        start_module("fsdp_receiver", rank, ranks, directory / "store", *urls[rank:], *urls[:rank]) for rank in range(ranks)
+    ]
+    try:
+        told = [child.communicate(timeout=START_S) for child in children]
+    finally:
+        for child in children:
+            end(child)
+
+    for child, (output, errors) in zip(children, told, strict=True):
+        assert child.returncode == 0, errors[-4000:]
+        report = json.loads(output)
+        assert report["wrong"] == []
+        assert report["own"] <= report["counted"] <= report["received"] <= 1.02 * report["own"], report
+        assert report["tied"] == {"head.weight": "embed.weight"}
+        assert "blocks.1.norm.weight" in report["names"]

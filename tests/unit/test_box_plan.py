@@ -1,0 +1,184 @@
+"""Plans that fetch boxes from whoever holds them: every wanted element once, and the work shared out."""
+
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcast.tensors.box_digest import array_boxes_digest, box_of, boxes_digest
+from weightcast.tensors.box_plan import SPLIT_NBYTES, HeldBox, Wanted, chunks, intersection, plan, tiling_problems
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.digest import array_digest
+
+SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
+
+
+def cuts(draw, size):
+    return sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
+
+
+@st.composite
+def tilings(draw, shape):
+    """Boxes that cover a shape exactly once: cut along one dimension, each of these along the next, and so on."""
+
+    def divided(start, dim):
+        if dim == len(shape):
+            return [Box(tuple(a for a, _ in start), tuple(b - a for a, b in start))]
+        edges = cuts(draw, shape[dim])
+        return [box for a, b in pairwise(edges) for box in divided((*start, (a, b)), dim + 1)]
+
+    return draw(st.permutations(divided((), 0)))
+
+
+@st.composite
+def boxes_in(draw, shape):
+    starts = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(starts, tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)))
+
+
+@st.composite
+def cases(draw):
+    shape = draw(SHAPES)
+    tiles = draw(tilings(shape))
+    holders = st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True).map(tuple)
+    held = [HeldBox(tile, draw(holders)) for tile in tiles]
+    return shape, held, draw(st.lists(boxes_in(shape), min_size=1, max_size=4))
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_every_wanted_element_is_fetched_once_from_somebody_who_holds_it(case):
+    shape, held, boxes = case
+    wanted = [Wanted("w", box, 2) for box in boxes]
+
+    fetches, lost = plan(wanted, {"w": held})
+
+    assert not lost
+    for index, box in enumerate(boxes):
+        count = np.zeros(shape, dtype=int)
+        for fetch in fetches:
+            if fetch.wanted == index:
+                box_of(count, fetch.box)[...] += 1
+        inside = np.zeros(shape, dtype=int)
+        box_of(inside, box)[...] = 1
+        assert (count == inside).all()
+    for fetch in fetches:
+        (holding,) = [one for one in held if intersection(one.box, fetch.box)]
+        assert intersection(holding.box, fetch.box) == fetch.box
+        assert set(fetch.holders) == set(holding.holders)
+        assert fetch.whole == (fetch.box == holding.box)
+    assert (fetches, lost) == plan(wanted, {"w": held[::-1]})  # whatever order it is told in
+
+
+@given(cases(), st.integers(0, 4))
+@settings(max_examples=80, deadline=None)
+def test_without_a_holder_the_others_are_asked_and_what_only_it_had_is_lost(case, gone):
+    _, held, boxes = case
+    wanted = [Wanted("w", box, 2) for box in boxes]
+
+    fetches, lost = plan(wanted, {"w": held}, without=[gone])
+
+    assert all(gone not in fetch.holders for fetch in fetches)
+    assert all(fetch.holders == (gone,) for fetch in lost)
+    elements = sum(prod(fetch.box.shape) for fetch in (*fetches, *lost))
+    assert elements == sum(prod(box.shape) for box in boxes)
+
+
+def test_what_several_hold_is_shared_out_by_bytes_and_what_one_holds_counts():
+    rows = 64
+    held = {
+        "large": [HeldBox(Box.whole((rows, SPLIT_NBYTES)), (0, 1, 2, 3))],
+        "own": [HeldBox(Box.whole((8, SPLIT_NBYTES)), (2,))],
+        **{f"norm{index}": [HeldBox(Box.whole((64,)), (0, 1, 2, 3))] for index in range(40)},
+    }
+    wanted = [Wanted(name, boxes[0].box, 1) for name, boxes in held.items()]
+
+    fetches, _ = plan(wanted, held)
+
+    load = dict.fromkeys(range(4), 0)
+    for fetch in fetches:
+        load[fetch.holders[0]] += prod(fetch.box.shape)
+    assert max(load.values()) - min(load.values()) <= 16 * SPLIT_NBYTES
+    assert min(load.values()) >= 16 * SPLIT_NBYTES
+    norms = [fetch for fetch in fetches if wanted[fetch.wanted].tensor.startswith("norm")]
+    assert len(norms) == 40  # too small to be divided
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_chunks_follow_one_another_in_the_bytes_of_a_box(data):
+    shape = data.draw(SHAPES)
+    box = data.draw(boxes_in(shape))
+    nbytes = data.draw(st.integers(1, 60))
+    array = np.arange(prod(shape), dtype=np.int16).reshape(shape)
+
+    parts = list(chunks(box, 2, nbytes))
+
+    joined = b"".join(box_of(array, part).tobytes() for part in parts)
+    assert joined == box_of(array, box).tobytes()
+    assert all(prod(part.shape) * 2 <= max(nbytes, 2) for part in parts)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_boxes_that_cover_a_tensor_once_have_no_problems_and_others_do(data):
+    shape = data.draw(SHAPES)
+    tiles = data.draw(tilings(shape))
+    empty = data.draw(boxes_in(shape).filter(lambda box: not prod(box.shape)) if shape else st.none())
+    assert tiling_problems(shape, [*tiles, *([empty] if empty else [])]) == []
+
+    one = data.draw(st.integers(0, len(tiles) - 1))
+    assert tiling_problems(shape, tiles[:one] + tiles[one + 1 :])
+    assert tiling_problems(shape, [*tiles, tiles[one]])
+
+
+def test_all_holes_and_overlaps_are_told():
+    boxes = [Box((0, 0), (2, 4)), Box((1, 3), (3, 1)), Box((3, 0), (1, 3))]
+
+    assert tiling_problems((5, 4), boxes) == [
+        "[1:2, 3:4] lies in [0:2, 0:4] and in [1:4, 3:4]",
+        "nobody holds [2:3, 0:3]",
+        "nobody holds [4:5, 0:4]",
+    ]
+    assert tiling_problems((3,), [Box((2,), (2,))]) == ["[2:4] lies outside of a tensor of shape [3]"]
+    assert tiling_problems((), []) == ["nobody holds []"]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_digest_over_boxes_is_that_of_the_array_and_changes_with_every_byte(data):
+    shape = data.draw(SHAPES)
+    tiles = data.draw(tilings(shape))
+    array = np.random.default_rng(1).integers(0, 1 << 16, shape).astype(np.uint16)
+
+    digest = boxes_digest([(tile, array_digest(box_of(array, tile))) for tile in tiles])
+
+    assert digest == array_boxes_digest(array, tiles[::-1])
+    changed = array.copy()
+    changed.reshape(-1)[data.draw(st.integers(0, array.size - 1))] ^= 1
+    assert array_boxes_digest(changed, tiles) != digest
+    if len(tiles) == 1:
+        assert digest == array_digest(array)
+
+
+def test_the_same_bytes_in_other_boxes_have_another_digest():
+    array = np.zeros(4, dtype=np.uint8)
+    halves, others = [Box((0,), (2,)), Box((2,), (2,))], [Box((0,), (1,)), Box((1,), (3,))]
+
+    assert array_boxes_digest(array, halves) != array_boxes_digest(array, others)
+
+
+@pytest.mark.parametrize("check_fails", [True, False])
+def test_hashing_by_boxes_asks_whether_to_go_on(check_fails):
+    def check():
+        if check_fails:
+            raise RuntimeError("stop")
+
+    if check_fails:
+        with pytest.raises(RuntimeError, match="stop"):
+            array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check)
+    else:
+        assert array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check) == array_digest(np.zeros(4))

@@ -1,0 +1,179 @@
+"""Shares of several publishers that make one manifest, and everything that keeps them from it."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from weightcast.errors import ManifestCorrupt
+from weightcast.tensors.box_digest import array_boxes_digest, box_of
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.digest import array_digest
+from weightcast.tensors.dtypes import from_numpy
+from weightcast.wire.manifest import decode_manifest, encode_manifest, find_problems
+from weightcast.wire.shares import Share, ShareEntry, decode_share, encode_share, merged, share_root
+
+
+def entry(name, array, box):
+    digest = array_digest(box_of(array, box))
+    return ShareEntry(name=name, dtype=from_numpy(array.dtype), shape=array.shape, box=box, digest=digest)
+
+
+def share(rank, entries, *, ranks=2, **fields):
+    return Share(
+        version="step_1", sequence=1, step=1, created_s=float(rank), rank=rank, ranks=ranks, algorithm="xxh3-128",
+        root_digest=share_root(entries, "xxh3-128"), entries=tuple(entries), **fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def arrays():
+    random = np.random.default_rng(7)
+    return {
+        "w": random.standard_normal((5, 4)).astype(np.float32),
+        "norm": random.standard_normal(3).astype(np.float32),
+        "none": np.empty((0, 4), dtype=np.float32),
+        "scale": np.array(2.5, dtype=np.float32),
+    }
+
+
+def halves(arrays):
+    """Rank 0 has three rows of `w`, rank 1 the other two; both have all of the rest."""
+    return [
+        [
+            entry("w", arrays["w"], box),
+            *(entry(name, arrays[name], Box.whole(arrays[name].shape)) for name in ("norm", "none", "scale")),
+        ]
+        for box in (Box((0, 0), (3, 4)), Box((3, 0), (2, 4)))
+    ]
+
+
+def test_shares_make_a_manifest_that_whole_arrays_prove_and_that_any_order_of_shares_gives(arrays):
+    shares = [share(rank, entries) for rank, entries in enumerate(halves(arrays))]
+
+    manifest = merged(shares)
+
+    assert merged(shares[::-1]) == manifest
+    assert list(find_problems(manifest)) == []
+    assert decode_manifest(encode_manifest(manifest), "here") == manifest
+    assert [box.ranks for box in manifest.boxes["w"]] == [(0,), (1,)]
+    assert [box.ranks for box in manifest.boxes["norm"]] == [(0, 1)]
+    assert manifest.boxes["none"] == ()
+    for tensor in manifest.tensors:
+        boxes = manifest.boxes[tensor.name]
+        assert tensor.digest == array_boxes_digest(arrays[tensor.name], boxes)
+    by_name = {tensor.name: tensor for tensor in manifest.tensors}
+    assert by_name["norm"].digest == array_digest(arrays["norm"])  # as if nobody shared it
+    assert by_name["w"].digest != array_digest(arrays["w"])
+
+
+def test_an_empty_shard_says_only_that_there_is_such_a_tensor(arrays):
+    entries = halves(arrays)
+    third = [entry("w", arrays["w"], Box((5, 0), (0, 4)))]
+
+    manifest = merged([share(rank, one, ranks=3) for rank, one in enumerate([*entries, third])])
+
+    assert [box.ranks for box in manifest.boxes["w"]] == [(0,), (1,)]
+
+
+def problems_of(shares):
+    with pytest.raises(ManifestCorrupt) as caught:
+        merged(shares)
+    return "\n".join(caught.value.problems)
+
+
+def test_everything_that_does_not_go_together_is_told_at_once(arrays):
+    first, second = halves(arrays)
+    other = np.array([1, 2, 3], dtype=np.float32)
+    second = [
+        second[0],
+        entry("norm", other, Box.whole((3,))),
+        entry("scale", np.array(1.5, dtype=np.float64), Box.whole(())),
+    ]
+
+    told = problems_of(
+        [
+            share(0, first, ranks=4, metadata={"run": "a"}),
+            replace(share(1, second, ranks=4, metadata={"run": "b"}), step=2, version="step_2"),
+        ]
+    )
+
+    assert "rank(s) 2, 3 of 4 are missing" in told
+    assert "version is step_1 at rank 0, step_2 at rank 1" in told
+    assert "step is 1 at rank 0, 2 at rank 1" in told
+    assert "metadata 'run' is 'a' at rank 0, 'b' at rank 1" in told
+    assert "the box of tensor 'norm' at [0] of shape [3] is xxh3-128:" in told
+    assert "tensor 'scale' is F32[] at rank 0, F64[] at rank 1" in told
+
+
+def test_holes_and_overlaps_are_told(arrays):
+    first, second = halves(arrays)
+
+    hole = problems_of([share(0, first), share(1, second[1:])])
+    overlap = problems_of([share(0, first), share(1, [entry("w", arrays["w"], Box((2, 0), (3, 4))), *second[1:]])])
+
+    assert "tensor 'w': nobody holds [3:5, 0:4]" in hole
+    assert "tensor 'w': [2:3, 0:4] lies in [0:3, 0:4] and in [2:5, 0:4]" in overlap
+
+
+def test_the_same_rank_twice_and_a_rank_that_cannot_be_are_told(arrays):
+    first, second = halves(arrays)
+
+    assert "rank 0 is there 2 times" in problems_of([share(0, first), share(0, first), share(1, second)])
+    assert "rank 7 of 2 cannot be" in problems_of([share(0, first), share(7, second)])
+
+
+def test_tied_names_stay_tied_where_all_that_have_bytes_say_so(arrays):
+    first, second = halves(arrays)
+    empty = entry("head", arrays["w"], Box((5, 0), (0, 4)))
+
+    manifest = merged(
+        [
+            share(0, first, ranks=3, tied={"head": "w"}),
+            share(1, second, ranks=3, tied={"head": "w"}),
+            share(2, [empty], ranks=3),
+        ]
+    )
+
+    assert manifest.tied == {"head": "w"}
+    assert "head" not in manifest.boxes
+
+
+def test_names_that_are_tied_at_one_rank_only_are_tensors_of_their_own(arrays):
+    first, second = halves(arrays)
+    head = entry("head", arrays["w"], Box((3, 0), (2, 4)))
+
+    manifest = merged([share(0, first, tied={"head": "w"}), share(1, [*second, head])])
+
+    assert manifest.tied == {}
+    assert manifest.boxes["head"] == manifest.boxes["w"]
+
+
+def test_a_share_is_read_back_and_a_changed_one_is_refused(arrays):
+    first, _ = halves(arrays)
+    sent = share(0, first, metadata={"run": "a"})
+    data = encode_share(sent)
+
+    assert decode_share(data, "here") == sent
+    for at in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        with pytest.raises(ManifestCorrupt):
+            decode_share(bytes(changed), "here")
+    with pytest.raises(ManifestCorrupt, match="does not follow"):
+        decode_share(encode_share(replace(sent, root_digest="xxh3-128:" + "0" * 32)), "here")
+
+
+def test_a_manifest_whose_boxes_lie_is_not_believed(arrays):
+    manifest = merged([share(rank, entries) for rank, entries in enumerate(halves(arrays))])
+    boxes = manifest.boxes["w"]
+
+    def told(**fields):
+        return "\n".join(find_problems(replace(manifest, **fields)))
+
+    assert "does not follow from its boxes" in told(
+        boxes={**manifest.boxes, "w": (replace(boxes[0], digest=boxes[1].digest), boxes[1])}
+    )
+    assert "nobody holds [3:5, 0:4]" in told(boxes={**manifest.boxes, "w": boxes[:1]})
+    assert "that nobody holds" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], ranks=()), boxes[1])})
+    assert "which is not a tensor of it" in told(boxes={**manifest.boxes, "x": boxes})
+    assert "cannot start at" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], start=(-1, 0)), boxes[1])})
