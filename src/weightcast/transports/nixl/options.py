@@ -1,0 +1,46 @@
+"""What the URL of a `nixl://` source says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult
+
+from weightcast.errors import InvalidInput
+from weightcast.transports.http.access import Access
+from weightcast.transports.nixl.depot_receiver import NixlDepotReceiver
+from weightcast.transports.nixl.receiver import NixlReceiver
+
+_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "mode": str, "prefetch": int, "bucket_nbytes": int, "stall_s": float, "nic": str,
+}  # fmt: skip
+KNOWN = frozenset({"token_file", "ca_file", "tls", *_SETTINGS})
+
+
+def open_nixl(location: SplitResult, options: Mapping[str, str]) -> NixlReceiver:
+    """The receiver for `nixl://host:port[?options]`. With `ca_file` or `tls=true` the depot is spoken to over TLS.
+
+    Raises `InvalidInput` listing what cannot be read. NIXL itself is loaded when the first version is.
+    """
+    wrong = [f"{name} is not known" for name in options.keys() - KNOWN]
+    settings: dict[str, Any] = {}
+    for name in _SETTINGS.keys() & options.keys():
+        try:
+            settings[name] = _SETTINGS[name](options[name])
+        except ValueError:
+            wrong.append(f"{name}={options[name]} cannot be read")
+    tls = options.get("tls", "true" if "ca_file" in options else "false")
+    if tls not in ("true", "false"):
+        wrong.append(f"tls={tls} is neither true nor false")
+    if not location.netloc or "@" in location.netloc or "," in location.netloc or location.path.strip("/"):
+        wrong.append("it must name one depot: nixl://host:port")
+    if wrong:
+        known = ", ".join(sorted(KNOWN))
+        raise InvalidInput(f"this nixl:// source cannot be opened: {'; '.join(sorted(wrong))}. Options: {known}.")
+    files = {name: Path(options[name]) for name in ("token_file", "ca_file") if name in options}
+    url = f"{'https' if tls == 'true' else 'http'}://{location.netloc}"
+    access = Access.read(**files)
+    if settings.get("mode") in (None, "rdma"):
+        return NixlDepotReceiver(url, access=access, **{name: one for name, one in settings.items() if name != "mode"})
+    return NixlReceiver(url, access=access, **settings)
