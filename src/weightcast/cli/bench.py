@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from weightcast.bench import engine_bench, ipc_bench, pause_bench
+from weightcast.bench import engine_bench, fanout_bench, ipc_bench, network_bench, pause_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
+from weightcast.cli.bench_network import draw_network_rows
 from weightcast.cli.output import Size, emit, size, table
 
 _Columns = dict[str, Callable[[Row], str]]
@@ -129,6 +130,47 @@ def ipc(output: str | None, nbytes: int, rounds: int, rivals: bool, seed: int) -
     with _status() as say:
         report = ipc_bench.run_ipc_bench(settings, say)
     _show(report, output, _draw_ipc_rows)
+
+
+@bench.command(short_help="Versions over a network, beside bare TCP.")
+@_OUTPUT
+@click.option("--size", "nbytes", type=Size(), default="1GiB", show_default=True, help="Of the model, about.")
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="To take the fastest of.")
+@click.option("--rivals/--no-rivals", default=True, show_default=True, help="Also measure gloo, Mooncake and Ray.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def network(output: str | None, nbytes: int, rounds: int, rivals: bool, seed: int) -> None:
+    """Measure versions over http:// and nixl://, from published to staged and verified in another process.
+
+    Over loopback, one receiver; beside them, in turn with them, the same bytes over bare TCP and by a bare READ of NIXL.
+    """
+    settings = network_bench.NetworkSettings(nbytes=nbytes, rounds=rounds, rivals=rivals, seed=seed)
+    with _status() as say:
+        report = network_bench.run_network_bench(settings, say)
+    _show(report, output, draw_network_rows)
+
+
+@bench.command(short_help="A version to many hosts over capped links.")
+@_OUTPUT
+@click.option("--hosts", type=click.IntRange(min=2, max=64), default=8, show_default=True, help="That receive it.")
+@click.option("--size", "nbytes", type=Size(), default="256MiB", show_default=True, help="Of the model, about.")
+@click.option(
+    "--rate", type=click.IntRange(min=1), default=200, show_default=True, help="Of each link, both ways, in Mbit/s."
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="To take the fastest of.")
+@click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill a relay half-way.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def fanout(output: str | None, hosts: int, nbytes: int, rate: int, rounds: int, kill: bool, seed: int) -> None:
+    """Measure how long a version takes to many hosts, each of which mirrors the one before it, beside one host alone.
+
+    Hosts are network namespaces whose links are capped with `tc tbf`: this needs root and iproute2. Each has a relay and a
+    receiver; what the publisher's link carried is counted too, and one round is taken with a relay killed half-way.
+    """
+    settings = fanout_bench.FanoutSettings(
+        hosts=hosts, nbytes=nbytes, rate_bits=rate * 1_000_000, rounds=rounds, kill=kill, seed=seed
+    )
+    with _status() as say:
+        report = fanout_bench.run_fanout_bench(settings, say)
+    _show(report, output, _draw_fanout_rows)
 
 
 def _show(report: Report, output: str | None, draw_rows: Callable[[Console, Report], None]) -> None:
@@ -297,6 +339,25 @@ def _draw_ipc_rows(console: Console, report: Report) -> None:
     for row in report.rows:
         if "s" not in row:
             console.print(f"{row['kind']}: {row.get('missing') or row['failed']}")
+
+
+_FANS: _Columns = {
+    "version to": lambda row: row["kind"],
+    "rounds": lambda row: str(row["rounds"]),
+    "s": lambda row: f"{row['s']:.2f}",
+    "median s": lambda row: f"{row['median_s']:.2f}",
+    "over one host": lambda row: f"{row['over_one']:.3f}",
+    "over the link": lambda row: f"{row['over_link']:.3f}",
+    "publisher sent": lambda row: f"{row['sent_over_version']:.3f} ×",
+}
+
+
+def _draw_fanout_rows(console: Console, report: Report) -> None:
+    drawn = table(*_FANS, right=tuple(_FANS)[1:])
+    for row in report.rows:
+        drawn.add_row(*(shown(row) for shown in _FANS.values()))
+    console.print("")
+    console.print(drawn)
 
 
 def _draw_targets(console: Console, report: Report) -> None:
