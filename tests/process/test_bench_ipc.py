@@ -15,16 +15,14 @@ from weightcast.bench import ipc_bench
 from weightcast.bench.ipc_rivals import RIVALS, measure_rival
 from weightcast.cli.main import cli
 
+from .leftovers import bench_dirs, left_since
+
 MEMORY = Path("/dev/shm")
 ALL = ("swap", "swap, 2 receivers", "copy", "stream")
 
 
-def left_behind() -> set[str]:
-    return {str(path) for parent in (MEMORY, Path("/tmp")) for path in parent.glob("wc-bench-*")}
-
-
 def test_a_quick_run_measures_all_ways_and_asserts_none(tmp_path):
-    children, files, report_file = set(psutil.Process().children()), left_behind(), tmp_path / "report.json"
+    children, files, report_file = set(psutil.Process().children()), bench_dirs(), tmp_path / "report.json"
     arguments = ["--size", "2MiB", "--rounds", "2", "--no-rivals", "--json", str(report_file)]
     result = CliRunner().invoke(cli, ["bench", "ipc", *arguments])
     assert result.exit_code == 0, result.output
@@ -45,7 +43,7 @@ def test_a_quick_run_measures_all_ways_and_asserts_none(tmp_path):
         assert row["s"] == min(one["total_s"] for one in row["all_rounds"][3:])
         assert row["kind"] in result.output
     assert not any(target["asserted"] for target in report["targets"].values())
-    assert left_behind() <= files
+    assert not left_since(files)
     assert set(psutil.Process().children()) <= children
 
 
@@ -71,12 +69,12 @@ def test_a_rival_moves_the_same_bytes_and_ends(rival):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_being_interrupted_ends_all_processes_and_removes_all_files(how):
-    files = left_behind()
+    files = bench_dirs()
     command = [sys.executable, "-m", "weightcast", "bench", "ipc", "--size", "8MiB", "--rounds", "1000"]
     bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         started, until = [], time.monotonic() + 60
-        while not (started and left_behind() > files) and time.monotonic() < until:
+        while not (started and bench_dirs() > files) and time.monotonic() < until:
             time.sleep(0.05)
             started = psutil.Process(bench.pid).children(recursive=True)
         assert started
@@ -89,5 +87,5 @@ def test_being_interrupted_ends_all_processes_and_removes_all_files(how):
     assert bench.returncode == 130
     assert "interrupted" in said
     assert "Traceback" not in said
-    assert left_behind() <= files
+    assert not left_since(files)
     assert not psutil.wait_procs(started, timeout=20)[1]

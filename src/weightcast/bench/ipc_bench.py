@@ -84,7 +84,7 @@ def run_ipc_bench(settings: IpcSettings, progress: Progress = log.info) -> Repor
 
 
 def _check_memory(settings: IpcSettings) -> None:
-    sizes, available = _RIVAL_SIZES if settings.rivals else _SIZES, _available_nbytes()
+    sizes, available = _RIVAL_SIZES if settings.rivals else _SIZES, available_nbytes()
     needed = int(settings.nbytes * sizes) + _PROCESSES_NBYTES
     if available is not None and available < needed:
         raise InvalidInput(
@@ -94,7 +94,8 @@ def _check_memory(settings: IpcSettings) -> None:
         )
 
 
-def _available_nbytes() -> int | None:
+def available_nbytes() -> int | None:
+    """Memory that can be had now; None where the system does not tell."""
     for line in _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else ():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

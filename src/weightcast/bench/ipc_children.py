@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -38,11 +38,17 @@ class Child:
 
     A context manager: leaving it ends the process, and everything that it started; after an error at once. Nothing that
     they hold outlives them, but for files in a directory that the bench removes.
-    `environment` is set on top of that of the bench.
+    `environment` is set on top of that of the bench. `under` are the words of a command that runs it.
     """
 
     def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, grace_s: float = GRACE_S
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        grace_s: float = GRACE_S,
+        restless: bool = False,
+        under: Sequence[str] = (),
     ) -> None:
         self.name = " ".join([module.rpartition(".")[2], *arguments])
         self._grace_s = grace_s
@@ -51,8 +57,10 @@ class Child:
         command = [sys.executable, "-m", module, *arguments]
         if environment:  # only env(1) adds to an environment that nobody here reads
             command = [shutil.which("env") or "env", *(f"{name}={value}" for name, value in environment.items()), *command]
+        if restless and (setpriv := shutil.which("setpriv")):
+            command = [setpriv, "--pdeathsig", "KILL", *command]
         self._process = subprocess.Popen(  # noqa: S603 - our own
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, start_new_session=True
+            [*under, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, start_new_session=True
         )
 
     def __enter__(self) -> Self:
@@ -60,6 +68,14 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end(at_once=kind is not None)
+
+    def stop(self) -> None:
+        """Let it compute nothing until `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it compute again."""
+        self._process.send_signal(signal.SIGCONT)
 
     def tell(self, do: str, **facts: object) -> None:
         """Let it do something. The answer is to be heard."""

@@ -13,9 +13,9 @@ from weightcast.bench.ipc_children import Message, serve
 from weightcast.bench.ipc_tensors import Model, blank_tensors, digest_of
 from weightcast.tensors.flat import Array
 
-_STORES = 2.5  # times the size of the tensors: room for a version while that before it is being dropped
-_SLACK_NBYTES = 80 << 20  # the least that Ray takes
-_DROPPED_S = 0.3  # until the store has noticed that nobody refers to the last version
+STORES = 2.5  # times the size of the tensors: room for a version while that before it is being dropped
+SLACK_NBYTES = 80 << 20  # the least that Ray takes
+DROPPED_S = 0.3  # until the store has noticed that nobody refers to the last version
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Trainer:
         self._timeout_s = timeout_s
         ray.init(
             address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-            object_store_memory=int(nbytes * _STORES) + _SLACK_NBYTES, _temp_dir=directory, _node_ip_address="127.0.0.1",
+            object_store_memory=int(nbytes * STORES) + SLACK_NBYTES, _temp_dir=directory, _node_ip_address="127.0.0.1",
         )  # fmt: skip
         self._model = Model(nbytes, seed)
         self._sent = {name: array.view(np.uint16) for name, array in self._model.tensors.items()}  # a dtype that Ray knows
@@ -55,7 +55,7 @@ class Trainer:
     def change(self, number: int) -> Message:
         """Make it another version."""
         self._model.change(number)
-        time.sleep(_DROPPED_S)
+        time.sleep(DROPPED_S)
         return {}
 
     def move(self) -> Message:

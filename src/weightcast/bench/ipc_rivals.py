@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from weightcast.bench.ipc_children import GRACE_S, Child
+from weightcast.bench.ipc_children import GRACE_S, Child, Message
 from weightcast.clock import Deadline
 from weightcast.errors import UpdateFailed
 
@@ -22,7 +24,9 @@ ROUND_S = 60.0
 class Rival:
     """How one is run. `roles` are its processes, the trainer's first; one that has no second starts its own.
 
-    `together`: both begin at once, otherwise the receiver is told when the trainer is done.
+    `together`: both begin at once, otherwise the receiver is told when the trainer is done. `{directory}` in a value of the
+    environment stands for the directory of the run. Processes that are `restless` are stopped between their rounds, so that
+    they do not disturb others.
     """
 
     kind: str
@@ -32,6 +36,7 @@ class Rival:
     together: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = GRACE_S
+    restless: bool = False
 
     @property
     def lacking(self) -> list[str]:
@@ -59,6 +64,87 @@ RIVALS = (
 )
 
 
+class Moves:
+    """The processes of one that moves bytes. A context manager: it starts them, and ends them whatever happens.
+
+    `told` is what the last process to answer said of the last round.
+    """
+
+    def __init__(self, rival: Rival, *, nbytes: int, seed: int, directory: Path) -> None:
+        self._rival, self._number = rival, 0
+        self._facts = {"directory": str(directory), "nbytes": nbytes, "seed": seed, "timeout_s": ROUND_S}
+        self._opened = ExitStack()
+        self.told: Message = {}
+
+    def __enter__(self) -> Self:
+        rival, directory = self._rival, self._facts["directory"]
+        environment = {name: value.format(directory=directory) for name, value in rival.environment.items()}
+        with self._opened as opened:
+            self._children = [
+                opened.enter_context(
+                    Child(rival.module, role, environment=environment, grace_s=rival.grace_s, restless=rival.restless)
+                )
+                for role in rival.roles
+            ]
+            self.ask_all("begin", Deadline.after(START_S), **self._facts)
+            self._opened = opened.pop_all()
+        self._rest()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._wake()
+        self._opened.__exit__(kind, error, trace)
+
+    def _rest(self) -> None:
+        for child in self._children if self._rival.restless else ():
+            child.stop()
+
+    def _wake(self) -> None:
+        for child in self._children if self._rival.restless else ():
+            child.go_on()
+
+    @property
+    def _receiver(self) -> Child | None:
+        return self._children[1] if len(self._children) > 1 else None
+
+    def ask_all(self, do: str, deadline: Deadline, **facts: object) -> None:
+        """Let all processes do something at once."""
+        for child in self._children:
+            child.tell(do, **facts)
+        for child in self._children:
+            child.hear(deadline)
+
+    def round(self, before: Callable[[], None] | None = None) -> float:
+        """The seconds that another version took. `before` is called when it is made and before it is moved."""
+        deadline = Deadline.after(ROUND_S)
+        self._wake()
+        self._children[0].ask("change", deadline, number=self._number)
+        self._number += 1
+        if before is not None:
+            before()
+        seconds = self._moved(deadline)
+        self._rest()
+        return seconds
+
+    def _moved(self, deadline: Deadline) -> float:
+        receiver = self._receiver
+        if receiver is not None and self._rival.together:
+            receiver.tell("move")
+        sent = self.told = self._children[0].ask("move", deadline)
+        if receiver is None:
+            return float(sent["ended_s"] - sent["began_s"])
+        if not self._rival.together:
+            receiver.tell("move")
+        self.told = receiver.hear(deadline)
+        return float(self.told["ended_s"] - sent["began_s"])
+
+    def check(self) -> None:
+        """Prove that the receiver has the trainer's bytes."""
+        self._wake()
+        _check_same(self._rival, self._children[0], self._receiver)
+        self._rest()
+
+
 def measure_rival(
     rival: Rival, *, nbytes: int, seed: int, rounds: int, directory: Path, between: Callable[[], None], progress: Progress
 ) -> list[float]:
@@ -66,39 +152,14 @@ def measure_rival(
 
     `between` is called before each but the first. Ends with a proof that the receiver has the trainer's bytes.
     """
-    with ExitStack() as opened:
-        trainer, *others = [
-            opened.enter_context(Child(rival.module, role, environment=rival.environment, grace_s=rival.grace_s))
-            for role in rival.roles
-        ]
-        receiver = others[0] if others else None
-        progress(f"{rival.kind}: starting")
-        deadline = Deadline.after(START_S)
-        for child in (trainer, *others):
-            child.tell("begin", directory=str(directory), nbytes=nbytes, seed=seed, timeout_s=ROUND_S)
-        for child in (trainer, *others):
-            child.hear(deadline)
+    progress(f"{rival.kind}: starting")
+    with Moves(rival, nbytes=nbytes, seed=seed, directory=directory) as moves:
         seconds = []
         for number in range(rounds):
             progress(f"{rival.kind}: {'cold' if number == 0 else f'round {number} of {rounds - 1}'}")
-            deadline = Deadline.after(ROUND_S)
-            trainer.ask("change", deadline, number=number)
-            if number:
-                between()
-            seconds.append(_moved(trainer, receiver, together=rival.together, deadline=deadline))
-        _check_same(rival, trainer, receiver)
+            seconds.append(moves.round(between if number else None))
+        moves.check()
         return seconds
-
-
-def _moved(trainer: Child, receiver: Child | None, *, together: bool, deadline: Deadline) -> float:
-    if receiver is not None and together:
-        receiver.tell("move")
-    sent = trainer.ask("move", deadline)
-    if receiver is None:
-        return float(sent["ended_s"] - sent["began_s"])
-    if not together:
-        receiver.tell("move")
-    return float(receiver.hear(deadline)["ended_s"] - sent["began_s"])
 
 
 def _check_same(rival: Rival, trainer: Child, receiver: Child | None) -> None:
