@@ -8,8 +8,10 @@ from typing import get_args
 import click
 
 from weightcast.cli.output import Size
+from weightcast.engines.base import UpdateRequest
 from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts, Graphs
-from weightcast.errors import MissingExtra
+from weightcast.errors import InvalidInput, MissingExtra
+from weightcast.transports.legacy_config import LegacyConfig
 
 _COUNT = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -42,6 +44,11 @@ _ENGINE = EngineSettings(model_dir="")
     show_default=True,
     metavar="SEC",
     help="How often --follow looks for a new version.",
+)
+@click.option(
+    "--rsync-config",
+    metavar="JSON|@FILE",
+    help="Transfer configuration of the legacy system, applied to --source and to updates (docs/legacy-config.md).",
 )
 @click.option(
     "--device", type=click.Choice(get_args(Device)), default=_ENGINE.device, show_default=True, help="Where it runs."
@@ -121,6 +128,7 @@ def serve(
     source: str | None,
     follow: bool,
     follow_poll: float,
+    rsync_config: str | None,
     device: Device,
     dtype: Dtype,
     experts: Experts,
@@ -163,6 +171,8 @@ def serve(
     """  # fmt: skip
     if follow and source is None:
         raise click.UsageError("--follow needs --source: where new versions come from.")
+    if rsync_config is not None and source is None:
+        raise click.UsageError("--rsync-config needs --source: a depot that it is about.")
     if draft_names and draft is None:
         raise click.UsageError("--draft-names needs --draft: the model that they feed.")
     try:
@@ -172,11 +182,16 @@ def serve(
         from weightcast.engines.embedded.replica.replica import Replica  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "a package", "serve", "weightcast serve") from error
+    update = UpdateRequest()
+    if source is not None:
+        source = _absolute(source)
+    if source is not None and rsync_config is not None:
+        source, update = _configured(source, rsync_config)
     engine = EngineSettings(
         model_dir=str(model_dir.absolute()),
         draft_dir=str(draft.absolute()) if draft is not None else None,
         draft_names=draft_names,
-        source=_absolute(source) if source is not None else None,
+        source=source,
         ranks=ranks,
         device=device,
         dtype=dtype,
@@ -203,6 +218,8 @@ def serve(
         max_choices=min(128, max_queue),
         follow=follow,
         follow_poll_s=follow_poll,
+        follow_timeout_s=update.timeout_s,
+        update=update,
     )
     tokenizer = Tokenizer.read(model_dir)
     run(
@@ -221,3 +238,22 @@ def _name(model_dir: Path) -> str:
 def _absolute(source: str) -> str:
     """A directory as every rank can open it, wherever it runs; a URL as it is."""
     return source if "://" in source else str(Path(source).absolute())
+
+
+def _configured(source: str, config: str) -> tuple[str, UpdateRequest]:
+    """The source and the updates that a legacy configuration, or @ and a file that holds one, asks for."""
+    if config.startswith("@"):
+        try:
+            config = Path(config[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the legacy configuration {config[1:]} cannot be read: {error}.") from error
+    settings = LegacyConfig.parse(config)
+    for note in settings.notes:
+        click.echo(f"note: {note}", err=True)
+    defaults = UpdateRequest()
+    update = UpdateRequest(
+        transfer_mode=settings.asked_mode or defaults.transfer_mode,
+        timeout_s=defaults.timeout_s if settings.timeout_s is None else settings.timeout_s,
+        release_cache=bool(settings.release_cache),
+    )
+    return settings.applied_to(source), update

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from weightcast.control.fields import Strict
@@ -40,13 +41,14 @@ class UpdateBody(Strict):
     release_cache: bool | None = None
     wait: bool = True
 
-    @property
-    def request(self) -> UpdateRequest:
-        """What is absent keeps the engine's default."""
+    def request(self, defaults: UpdateRequest) -> UpdateRequest:
+        """What is absent is taken from `defaults`, but for the way of transfer: that is of their source alone."""
         given = self.model_dump(exclude_none=True, exclude={"wait"})
         if "timeout" in given:
             given["timeout_s"] = given.pop("timeout")
-        return UpdateRequest(**given)
+        if "source" in given:
+            given.setdefault("transfer_mode", "auto")
+        return msgspec.structs.replace(defaults, **given)
 
 
 class VerifyBody(Strict):

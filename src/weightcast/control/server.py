@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -19,7 +20,6 @@ from weightcast.control.listening import listen, port_told, url_of
 from weightcast.control.service import Service
 from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
-from weightcast.engines.base import UpdateRequest
 from weightcast.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,9 @@ class Server:
         if not settings.follow:
             yield
             return
-        request = UpdateRequest(timeout_s=settings.follow_timeout_s, commit=settings.follow_commit)
+        request = msgspec.structs.replace(
+            settings.update, timeout_s=settings.follow_timeout_s, commit=settings.follow_commit
+        )
         follower = Follower(self._engine, request, poll_s=settings.follow_poll_s)
         task = asyncio.create_task(follower.run(), name="follow")
         try:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.engines.base import UPDATE_TIMEOUT_S
+from weightcast.engines.base import UPDATE_TIMEOUT_S, UpdateRequest
 from weightcast.errors import InvalidInput
 from weightcast.worker.result import CommitMode
 
@@ -17,7 +17,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `port` 0 takes a free one; `port_file` is where its number is written. `request_timeout_s` bounds every request, which
     may ask for less. `drain_timeout_s` is how long running requests may go on after a SIGTERM. With `follow`, each new
-    version of the engine's default source is taken by itself; the source is asked every `follow_poll_s`.
+    version of the engine's default source is taken by itself; the source is asked every `follow_poll_s`. `update` is what an
+    update does where the call that asks for it does not say.
     """
 
     model_name: str
@@ -33,6 +34,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     follow_poll_s: float = 1.0
     follow_timeout_s: float = UPDATE_TIMEOUT_S
     follow_commit: CommitMode | Literal["auto"] = "auto"
+    update: UpdateRequest = UpdateRequest()
 
     def __post_init__(self) -> None:
         more_than_0 = {
@@ -42,6 +44,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "max_choices": self.max_choices,
             "follow_poll_s": self.follow_poll_s,
             "follow_timeout_s": self.follow_timeout_s,
+            "update.timeout_s": self.update.timeout_s,
         }
         wrong = [f"{name}={value}" for name, value in more_than_0.items() if not value > 0]
         if not self.drain_timeout_s >= 0:

@@ -11,7 +11,7 @@ from weightcast.control.control_replies import Reply
 from weightcast.control.control_routes import Call, Route
 from weightcast.control.control_schemas import DigestBody, NoFields, UpdateBody, VerifyBody
 from weightcast.control.waiting import within
-from weightcast.engines.base import UpdateStatus
+from weightcast.engines.base import UpdateRequest, UpdateStatus
 from weightcast.errors import DeadlineExceeded, NotReady
 
 _LOOK_TIMEOUT_S = 2.0
@@ -26,7 +26,7 @@ async def update_weights(call: Call[UpdateBody]) -> Reply:
     tells how the update is doing. The update belongs to the replica, not to the connection: a client that goes away while
     it waits does not cancel it. `DELETE` on its location does.
     """
-    return await _followed(call, call.engine.begin_update(call.body.request))
+    return await _followed(call, call.engine.begin_update(_request(call)))
 
 
 async def recover(call: Call[UpdateBody]) -> Reply:
@@ -34,7 +34,11 @@ async def recover(call: Call[UpdateBody]) -> Reply:
 
     Takes and replies what `/v1/update_weights` does.
     """
-    return await _followed(call, call.engine.begin_recovery(call.body.request))
+    return await _followed(call, call.engine.begin_recovery(_request(call)))
+
+
+def _request(call: Call[UpdateBody]) -> UpdateRequest:
+    return call.body.request(call.service.settings.update)
 
 
 async def _followed(call: Call[UpdateBody], status: UpdateStatus) -> Reply:
