@@ -4,6 +4,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
@@ -12,14 +14,16 @@ README = (ROOT / "README.md").read_text()
 def test_the_examples_run_as_they_stand(capsys):
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     examples = [one for one in examples if "openai" not in one]  # tests/process/test_server_openai.py runs that one
-    for example, begins in zip(examples, ("step_101 ", "11 changes in ", "step_1 is live"), strict=True):
+    begins = ("step_101 ", "11 changes in ", "step_1 is live", "step_1 came over the network")
+    for example, begin in zip(examples, begins, strict=True):
         run(example)
-        assert capsys.readouterr().out.startswith(begins)
+        assert capsys.readouterr().out.startswith(begin)
 
 
-def test_the_examples_of_the_guide_to_shared_memory_run_as_they_stand():
-    examples = re.findall(r"```python\n(.*?)```", (DOCS / "same-host.md").read_text(), re.DOTALL)
-    assert len(examples) == 1
+@pytest.mark.parametrize(("guide", "count"), [("same-host", 1), ("across-hosts", 2), ("legacy-config", 1)])
+def test_the_examples_of_the_guides_run_as_they_stand(guide, count):
+    examples = re.findall(r"```python\n(.*?)```", (DOCS / f"{guide}.md").read_text(), re.DOTALL)
+    assert len(examples) == count
     for example in examples:
         run(example)
 
