@@ -103,7 +103,7 @@ def drawn(seed: int, number: int, *, without: Collection[str] = ()) -> Trial:
         mode=mode,
         next_mode=rng.choice(MODES),
         fresh=rng.random() < 0.1,
-        far=rng.random() < (0.2 if mode == "delta" else 0.7),
+        far=rng.random() < (0.2 if mode == "delta" else 0.7) or kind in ("token", "replayed"),  # those need many requests
         moment=0.95 * rng.random(),
         passes_s=rng.uniform(0.05, 0.8) if rng.random() < 0.4 else 0.0,
         end=rng.choice(["near", "far"]),
@@ -131,6 +131,6 @@ def _with_fault(rng: random.Random, trial: Trial) -> Trial:
         return trial
     deed = rng.choice(deeds[trial.kind])
     if deed not in ("close", "reset", "silence", "flip"):  # those hit the next request, and questions come first
-        trial = replace(trial, moment=trial.moment * (0.02 if deed in ("flip request", "recorded") else 0.6))
+        trial = replace(trial, moment=trial.moment * (0.02 if deed in ("flip request", "recorded") else 0.5))
     again = rng.randrange(20_000) if deed == "flip request" else rng.choice([0, 0, 150, 5_000, 80_000])
     return replace(trial, fault=Fault(deed, at=0, lasting=rng.random() < 0.5, again=again, bit=rng.randrange(8)))

@@ -68,6 +68,7 @@ class DepotChild:
         self.process: subprocess.Popen[str] | None = None
         self.starts = 0
         self.killed = False
+        self._ready = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -102,7 +103,7 @@ class DepotChild:
             )  # fmt: skip
         # It stays in our process group, so that it goes with us when that is killed.
         self.starts += 1
-        self.killed = False
+        self.killed = self._ready = False
         if wait:
             self.wait_ready()
 
@@ -111,12 +112,13 @@ class DepotChild:
         process = self.process
         assert process is not None
         assert process.stdout is not None
-        until, line = time.monotonic() + START_S, ""
+        until, line = time.monotonic() + START_S, self.host if self._ready else ""
         while self.host not in line:  # libraries in C may have something to say before
             assert process.poll() is None, self.told()
             assert time.monotonic() < until, f"it does not start:\n{self.told()}"
             if select.select([process.stdout], [], [], 0.1)[0]:
                 line = process.stdout.readline()
+        self._ready = True
 
     def told(self) -> str:
         return self._log.read_text()[-3000:]

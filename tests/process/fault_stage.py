@@ -17,7 +17,7 @@ from .fault_relay import RATE, Relay
 from .fault_versions import CHAIN, Published, publish
 from .fault_wire import Wire
 
-STALL_S = 0.4
+STALL_S = 0.8
 RELAY_STALL_S = 1.5  # what a relay has not got yet, it is slow to send
 BUCKET_NBYTES = 1 << 20
 
@@ -86,16 +86,15 @@ class Stage:
             words = ("weightcast", "depot", "--store", store, "--listen", "{listen}", "--token-file", self.token_file)
         return DepotChild(self.hosts, port, self.directory / f"{name}.log", *words)
 
-    def need(self, trial: Trial) -> None:
+    def need(self, trial: Trial, *, wait: bool = True) -> None:
         """Start the depots of a trial that do not run yet."""
         names = ["nixl" if trial.receiver == "nixl" else "main"]
         names += ["second"] if trial.depots == 2 else []
         names += ["old"] if trial.fault is not None and trial.kind == "replayed" else []
-        starting = [self.depots[name] for name in names if not self.depots[name].alive]
-        for depot in starting:
-            depot.start(wait=False)
-        for depot in starting:
-            depot.wait_ready()
+        for name in names:
+            self.depots[name].start(wait=False)
+        for name in names if wait else ():
+            self.depots[name].wait_ready()
 
     # -- receivers ------------------------------------------------------------------------------------------------------
 

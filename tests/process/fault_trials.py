@@ -134,13 +134,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run those trials only whose description matches this")
     arguments = parser.parse_args()
     hosts = Hosts(tuple(arguments.far.split()), arguments.address, arguments.near)
-    delta.warm_up()  # as a server does; compiling takes longer than an update has
     with Stage(arguments.stores, arguments.directory, hosts, checksum=not arguments.trust) as stage:
         absent = {"nixl"} - stage.replicas.keys() | (set() if hosts.apart else {"link"})
         trials = [drawn(arguments.seed, number, without=absent) for number in range(arguments.first, arguments.last)]
         trials = [trial for trial in trials if re.search(arguments.only, trial.told())]
-        for kind in {trial.receiver for trial in trials} & {"whole", "ranks", "nixl"}:
-            prepare(stage, drawn(arguments.seed, 0, without=absent).of(kind))
+        first = drawn(arguments.seed, 0, without=absent)
+        loaded = [first.of(kind) for kind in ("whole", "ranks", "nixl") if any(kind == one.receiver for one in trials)]
+        for trial in loaded:
+            stage.need(trial, wait=False)
+        delta.warm_up()  # as a server does; compiling takes longer than an update has
+        for trial in loaded:
+            prepare(stage, trial)
         stage.quiet()
         growth = Growth(stage.depots, stage.quiet)
         for count, trial in enumerate(trials, 1):

@@ -56,7 +56,7 @@ def test_a_rival_moves_the_same_bytes_and_ends(rival):
     if rival.lacking:
         pytest.skip(f"{rival.lacking} not installed")
     before, between = set(psutil.Process().children(recursive=True)), []
-    with ipc_bench._scratch() as scratch:
+    with ipc_bench.scratch_dir() as scratch:
         seconds = measure_rival(
             rival, nbytes=1 << 20, seed=0, rounds=3, directory=scratch, between=lambda: between.append(1),
             progress=lambda _: None,

@@ -39,7 +39,7 @@ from .fault_draws import KINDS
 from .fault_stage import publish_all
 from .fault_wire import Fault, Wire
 
-SEED = int(os.environ.get("WEIGHTCAST_FAULT_SEED", "1"))
+SEEDS = {"sampled": 9, "full": 1}
 RUNNERS = {"sampled": 1, "full": 2}
 TRIALS = {"sampled": 16, "full": 500}
 RATE_BITS = 400_000_000  # a few megabytes take a tenth of a second: time enough for something to happen
@@ -107,7 +107,8 @@ def run_all(directory: Path, form: str) -> Iterator[dict[str, Any]]:
             place.mkdir()
             network = stack.enter_context(Network(2, rate_bits=RATE_BITS)) if linked else None
             trials = (number * each, (number + 1) * each)
-            runners.append((place, _start(stack, directory / "stores", place, trials, network)))
+            seed = int(os.environ.get("WEIGHTCAST_FAULT_SEED", SEEDS[form]))
+            runners.append((place, _start(stack, directory / "stores", place, (seed, *trials), network)))
         until = time.monotonic() + WITHIN_S[form]
         for place, child in runners:
             try:
@@ -121,9 +122,9 @@ def run_all(directory: Path, form: str) -> Iterator[dict[str, Any]]:
 
 
 def _start(
-    stack: ExitStack, stores: Path, place: Path, trials: tuple[int, int], network: Network | None
+    stack: ExitStack, stores: Path, place: Path, trials: tuple[int, int, int], network: Network | None
 ) -> subprocess.Popen[str]:
-    words: list[object] = [sys.executable, "-m", "process.fault_trials", stores, place, SEED, *trials]
+    words: list[object] = [sys.executable, "-m", "process.fault_trials", stores, place, *trials]
     if network is not None:
         far = " ".join(network.under(1))
         words = [*network.under(0), *words, "--far", far, "--address", network.address(1), "--near", network.address(0)]

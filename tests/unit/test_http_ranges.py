@@ -16,6 +16,7 @@ from weightcast.errors import (
     WeightcastError,
     rebuilt,
 )
+from weightcast.transports.http import ranges
 from weightcast.transports.http.client import DepotClient, OtherBytes
 from weightcast.transports.http.depots import MAX_NBYTES, MIN_NBYTES, TRIES, Depots, combined
 from weightcast.transports.http.options import parse_options
@@ -49,7 +50,7 @@ def test_any_range_of_a_stretch_is_written_to_the_right_bytes_of_the_right_tenso
         for stop in range(start, 161):
             for one in parts:
                 one.memory[:] = bytes(len(one.memory))
-            views = stretch.views(start, stop)
+            views = [one.data for group in stretch.groups(start, stop) for one in group]
             assert sum(map(len, views)) == stop - start
             rest = data[start - 100 : stop - 100]
             for view in views:
@@ -59,6 +60,18 @@ def test_any_range_of_a_stretch_is_written_to_the_right_bytes_of_the_right_tenso
             told = [(one.tensor, one.offset, len(one.data)) for one in stretch.between(start, stop)]
             assert sum(nbytes for _, _, nbytes in told) == stop - start
             assert all(offset // 1000 == int(name[1:]) for name, offset, _ in told)
+
+
+def test_large_parts_are_received_by_themselves_and_small_ones_together(monkeypatch):
+    monkeypatch.setattr(ranges, "SMALL_NBYTES", 5)
+    monkeypatch.setattr(ranges, "MAX_GROUP", 3)
+    sizes = [1, 5, 6, 2, 2, 2, 2, 9]
+    starts = np.cumsum([0, *sizes])
+    (stretch,) = stretches(("file", segment(int(at), "t", size)) for at, size in zip(starts, sizes, strict=False))
+
+    groups = [[len(one.data) for one in group] for group in stretch.groups(0, stretch.stop)]
+
+    assert groups == [[1, 5], [6], [2, 2, 2], [2], [9]]
 
 
 def test_requests_end_between_tensors_where_that_is_near_enough():

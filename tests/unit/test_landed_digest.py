@@ -51,3 +51,48 @@ def test_several_threads_may_tell_what_landed():
     for thread in threads:
         thread.join()
     assert running.finish(None, lambda: None) == array_digest(data)
+
+
+def followed(digest: LandedDigest, memory: np.ndarray, offset: int, nbytes: int) -> bool:
+    """Receive bytes as a thread does that hashes them chunk by chunk; whether it was its turn."""
+    follow = digest.follow(offset)
+    if follow is not None:
+        for at in range(offset, offset + nbytes, 1000):
+            follow(memory[at : min(at + 1000, offset + nbytes)].data)
+    digest.add(offset, nbytes, followed=follow is not None)
+    return follow is not None
+
+
+def test_bytes_that_are_followed_are_hashed_once():
+    data = np.random.default_rng(6).integers(0, 256, 50_000, dtype=np.uint8)
+    memory, running = data.copy(), RunningDigest("xxh3-128")
+    digest = LandedDigest(memory, running)
+    assert followed(digest, memory, 0, 12_345)
+    assert not followed(digest, memory, 30_000, 20_000)  # there is a gap before it
+    assert followed(digest, memory, 12_345, 17_655)
+    memory[:] = 0
+    assert running.finish(memory, lambda: None) == array_digest(data)
+
+
+def test_what_comes_while_another_thread_follows_is_hashed_by_that_one():
+    data = np.random.default_rng(7).integers(0, 256, 9_000, dtype=np.uint8)
+    memory, running = data.copy(), RunningDigest("xxh3-128")
+    digest = LandedDigest(memory, running)
+    follow = digest.follow(0)
+    assert follow is not None
+    assert digest.follow(0) is None
+    assert not followed(digest, memory, 3_000, 6_000)
+    follow(memory[:3_000].data)
+    digest.add(0, 3_000, followed=True)
+    memory[:] = 0
+    assert running.finish(memory, lambda: None) == array_digest(data)
+
+
+def test_a_thread_that_followed_and_received_nothing_lets_others_go_on():
+    data = np.arange(2_000, dtype=np.uint8)
+    memory, running = data.copy(), RunningDigest("xxh3-128")
+    digest = LandedDigest(memory, running)
+    assert followed(digest, memory, 0, 0)
+    assert followed(digest, memory, 0, 2_000)
+    memory[:] = 0
+    assert running.finish(memory, lambda: None) == array_digest(data)

@@ -1,10 +1,6 @@
 """The bench of the network without its rounds: what is moved, how ends meet, what is refused, what is asserted."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -12,7 +8,6 @@ import psutil
 import pytest
 
 from weightcast.bench import ipc_bench, network_bench
-from weightcast.bench.ipc_children import Child
 from weightcast.bench.ipc_rivals import Moves, Rival
 from weightcast.bench.ipc_tensors import Model, digest_of
 from weightcast.bench.network_bench import NetworkSettings, run_network_bench
@@ -72,50 +67,6 @@ def test_other_bytes_than_the_trainers_are_noticed(tmp_path, monkeypatch):
         assert moves.round() == 2.0
         with pytest.raises(UpdateFailed, match="liar: the receiver holds receiver and not trainer"):
             moves.check()
-
-
-PROGRAM = """
-import time
-from weightcast.bench.ipc_children import serve
-serve({"spin": lambda: {"cpu_s": time.process_time()}, "pid": lambda: {"pid": __import__("os").getpid()}})
-"""
-
-
-def test_a_restless_process_is_stopped_and_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    with Child("program", restless=True) as child:
-        pid = child.ask("pid", Deadline.after(20))["pid"]
-        child.stop()
-        child.tell("pid")
-        with pytest.raises(DeadlineExceeded):
-            child.hear(Deadline.after(0.3))
-        assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
-        child.go_on()
-        assert child.hear(Deadline.after(20)) == {"pid": pid}
-        child.stop()
-        child.end(at_once=True)
-    assert not psutil.pid_exists(pid)
-
-
-def test_a_restless_process_that_is_stopped_does_not_outlive_a_bench_that_is_killed(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    bench = (
-        "from weightcast.bench.ipc_children import Child\nfrom weightcast.clock import Deadline\nimport time\n"
-        "child = Child('program', restless=True)\npid = child.ask('pid', Deadline.after(20))['pid']\n"
-        "child.stop()\nprint(pid, flush=True)\ntime.sleep(600)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", bench], stdout=subprocess.PIPE, cwd=tmp_path, text=True)
-    try:
-        pid = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        until = time.monotonic() + 20
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
-            time.sleep(0.02)
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import statistics
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +19,7 @@ from weightcast.bench.ipc_copies import Memcpys
 from weightcast.bench.ipc_rivals import RIVALS, Rival, measure_rival
 from weightcast.bench.ipc_tensors import Model, tensor_shapes
 from weightcast.bench.report import Report, Row, Target, this_machine
+from weightcast.bench.scratch import ended_in_order, scratch_dir
 from weightcast.bench.timing import Timing
 from weightcast.errors import InvalidInput, MissingExtra, WeightcastError
 
@@ -38,7 +35,6 @@ LIMITS = {1: 1.35, 2: 1.6}  # of a swap, by receivers
 _SIZES = 10.5  # trainer: tensors, a copy, two of one piece, two slabs; each of two receivers: two sets; and some room
 _RIVAL_SIZES = 11.0  # one receiver less, but the trainer, the receiver and the store of a rival
 _PROCESSES_NBYTES = 512 << 20
-_TMPFS = Path("/dev/shm")  # noqa: S108 - looked for, not relied on
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -60,12 +56,12 @@ def run_ipc_bench(settings: IpcSettings, progress: Progress = log.info) -> Repor
     _check_memory(settings)
     before = os.getloadavg()[0]
     rows: list[Row] = []
-    with _ended_in_order():
+    with ended_in_order():
         progress("making tensors")
         model = Model(settings.nbytes, settings.seed)
         with Memcpys(model.tensors) as memcpys:
             for way in WAYS:
-                with _scratch() as scratch:
+                with scratch_dir() as scratch:
                     timed = measure_way(
                         way, model, memcpys, rounds=settings.rounds, directory=scratch / "run", progress=progress
                     )
@@ -101,27 +97,6 @@ def available_nbytes() -> int | None:
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A directory for sockets and files, in memory if there is one. Its name is short: sockets have little room for it."""
-    parent = _TMPFS if _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="wc-bench-", dir=parent) as scratch:
-        yield Path(scratch)
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Being asked to end does what Ctrl-C does: processes are ended and files removed."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -168,7 +143,7 @@ def _rival_rows(model: Model, memcpys: Memcpys, settings: IpcSettings, progress:
     """What rivals take. Between their rounds one receiver of ours is updated, so that both have the same machine."""
     from weightcast.bench.ipc_updates import WARM_UP, WAYS, Updates  # noqa: PLC0415 - ZeroMQ is an extra
 
-    with _scratch() as scratch, Updates(WAYS[0], model, scratch / "run") as ours:
+    with scratch_dir() as scratch, Updates(WAYS[0], model, scratch / "run") as ours:
         progress("warming up")
         for _ in range(1 + WARM_UP):
             ours.round()
@@ -191,7 +166,7 @@ def _rival_row(
         ours_s.append(ours.round(lambda: copied_s.append(memcpys.two(1))).total_s)
 
     try:
-        with _scratch() as scratch:
+        with scratch_dir() as scratch:
             seconds = measure_rival(
                 rival, nbytes=settings.nbytes, seed=settings.seed, rounds=1 + WARM_UP + settings.rounds, directory=scratch,
                 between=between, progress=progress,

@@ -47,7 +47,6 @@ class Child:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         grace_s: float = GRACE_S,
-        restless: bool = False,
         under: Sequence[str] = (),
     ) -> None:
         self.name = " ".join([module.rpartition(".")[2], *arguments])
@@ -57,8 +56,6 @@ class Child:
         command = [sys.executable, "-m", module, *arguments]
         if environment:  # only env(1) adds to an environment that nobody here reads
             command = [shutil.which("env") or "env", *(f"{name}={value}" for name, value in environment.items()), *command]
-        if restless and (setpriv := shutil.which("setpriv")):
-            command = [setpriv, "--pdeathsig", "KILL", *command]
         self._process = subprocess.Popen(  # noqa: S603 - our own
             [*under, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, start_new_session=True
         )
@@ -68,14 +65,6 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end(at_once=kind is not None)
-
-    def stop(self) -> None:
-        """Let it compute nothing until `go_on`."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let it compute again."""
-        self._process.send_signal(signal.SIGCONT)
 
     def tell(self, do: str, **facts: object) -> None:
         """Let it do something. The answer is to be heard."""

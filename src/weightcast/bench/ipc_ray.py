@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -42,15 +42,20 @@ class Trainer:
     def begin(self, directory: str, nbytes: int, seed: int, timeout_s: float) -> Message:
         """Start Ray and the actor. Where `directory` is long, Ray refuses: its sockets are in it."""
         self._timeout_s = timeout_s
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-            object_store_memory=int(nbytes * STORES) + SLACK_NBYTES, _temp_dir=directory, _node_ip_address="127.0.0.1",
-        )  # fmt: skip
+        remote = self._start(directory, int(nbytes * STORES) + SLACK_NBYTES)
         self._model = Model(nbytes, seed)
         self._sent = {name: array.view(np.uint16) for name, array in self._model.tensors.items()}  # a dtype that Ray knows
-        self._engine = cast("Any", ray.remote(Engine).remote(nbytes))  # its methods are made at run time
+        self._engine = remote(Engine).remote(nbytes)
         ray.get(self._engine.digest.remote(), timeout=timeout_s)
         return {}
+
+    def _start(self, directory: str, store_nbytes: int) -> Any:
+        """Start Ray; what makes an actor of a class."""
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+            object_store_memory=store_nbytes, _temp_dir=directory, _node_ip_address="127.0.0.1",
+        )  # fmt: skip
+        return ray.remote
 
     def change(self, number: int) -> Message:
         """Make it another version."""
@@ -69,15 +74,18 @@ class Trainer:
         """Of all tensors of both."""
         return {"digest": self._model.digest(), "taken": ray.get(self._engine.digest.remote(), timeout=self._timeout_s)}
 
-
-def main() -> None:
-    """Answer the bench until it closes the input."""
-    trainer = Trainer()
-    try:
-        serve({"begin": trainer.begin, "change": trainer.change, "move": trainer.move, "digest": trainer.digest})
-    finally:
+    def close(self) -> None:
+        """End what was started."""
         ray.shutdown()
 
 
+def run(trainer: Trainer) -> None:
+    """Answer the bench until it closes the input."""
+    try:
+        serve({"begin": trainer.begin, "change": trainer.change, "move": trainer.move, "digest": trainer.digest})
+    finally:
+        trainer.close()
+
+
 if __name__ == "__main__":
-    main()
+    run(Trainer())

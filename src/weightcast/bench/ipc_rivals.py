@@ -25,8 +25,7 @@ class Rival:
     """How one is run. `roles` are its processes, the trainer's first; one that has no second starts its own.
 
     `together`: both begin at once, otherwise the receiver is told when the trainer is done. `{directory}` in a value of the
-    environment stands for the directory of the run. Processes that are `restless` are stopped between their rounds, so that
-    they do not disturb others.
+    environment stands for the directory of the run.
     """
 
     kind: str
@@ -36,7 +35,6 @@ class Rival:
     together: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = GRACE_S
-    restless: bool = False
 
     @property
     def lacking(self) -> list[str]:
@@ -81,27 +79,15 @@ class Moves:
         environment = {name: value.format(directory=directory) for name, value in rival.environment.items()}
         with self._opened as opened:
             self._children = [
-                opened.enter_context(
-                    Child(rival.module, role, environment=environment, grace_s=rival.grace_s, restless=rival.restless)
-                )
+                opened.enter_context(Child(rival.module, role, environment=environment, grace_s=rival.grace_s))
                 for role in rival.roles
             ]
             self.ask_all("begin", Deadline.after(START_S), **self._facts)
             self._opened = opened.pop_all()
-        self._rest()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._wake()
         self._opened.__exit__(kind, error, trace)
-
-    def _rest(self) -> None:
-        for child in self._children if self._rival.restless else ():
-            child.stop()
-
-    def _wake(self) -> None:
-        for child in self._children if self._rival.restless else ():
-            child.go_on()
 
     @property
     def _receiver(self) -> Child | None:
@@ -117,14 +103,11 @@ class Moves:
     def round(self, before: Callable[[], None] | None = None) -> float:
         """The seconds that another version took. `before` is called when it is made and before it is moved."""
         deadline = Deadline.after(ROUND_S)
-        self._wake()
         self._children[0].ask("change", deadline, number=self._number)
         self._number += 1
         if before is not None:
             before()
-        seconds = self._moved(deadline)
-        self._rest()
-        return seconds
+        return self._moved(deadline)
 
     def _moved(self, deadline: Deadline) -> float:
         receiver = self._receiver
@@ -140,9 +123,7 @@ class Moves:
 
     def check(self) -> None:
         """Prove that the receiver has the trainer's bytes."""
-        self._wake()
         _check_same(self._rival, self._children[0], self._receiver)
-        self._rest()
 
 
 def measure_rival(

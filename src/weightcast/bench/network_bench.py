@@ -164,6 +164,7 @@ class _Measuring:
     def _limit_row(self, limit: Mover, taken: Mapping[str, Rounds]) -> Row:
         row = self._steady(limit.way.kind, taken[limit.way.kind]) | {"role": "limit", "packages": versions_of(limit.way)}
         if isinstance(limit, TcpMover):
+            row["two_streams_s"] = min(told["two_streams_s"] for told in taken[limit.way.kind].told)
             row["shapes"] = [asdict(shape) for shape in limit.shapes]
             row["tried"] = [asdict(shape) | {"gb_per_s": self._nbytes / s / 1e9} for shape, s in limit.tried.items()]
         return row
@@ -224,9 +225,7 @@ def _targets(rows: Sequence[Row], settings: NetworkSettings, cores: int) -> dict
         wanted += [(f"{kind}.over_nixl_read", of[kind]["over_read"], OVER_READ)] if "over_read" in of.get(kind, {}) else []
         for rival in (one for one in rows if one.get("role") == "rival"):
             if f"{kind}_ahead" in rival:
-                wanted.append(
-                    (f"{kind}.ahead_of_{rival['kind'].split(',')[0].split()[0].lower()}", rival[f"{kind}_ahead"], 1.0)
-                )
+                wanted.append((f"{kind}.ahead_of_{_word(rival)}", rival[f"{kind}_ahead"], 1.0))
     return {name: Target(value, limit, "least", asserted=not why, why=why) for name, value, limit in wanted}
 
 
@@ -242,9 +241,8 @@ def _notes(nbytes: int, tensors: int, load_before: float) -> list[str]:
         "a time is from the moment at which publish has returned, when the version is there, until the receiver, which is "
         "told of it by a long poll, has all tensors in memory and has compared every digest: the fastest round. Limits and "
         "rivals check nothing; after the last round the bench compares what both ends have",
-        "raw TCP sends the same bytes from one piece of memory to another: of several sizes at a time, and one stream or "
-        "two, what was fastest, tried anew in each round. raw NIXL READ is one descriptor over UCX with UCX_TLS=tcp, under "
-        "which our nixl runs too",
+        "raw TCP sends the same bytes in one stream from one piece of memory to another, with the fastest of several sizes "
+        "to be received at once. raw NIXL READ is one descriptor over UCX with UCX_TLS=tcp, under which our nixl runs too",
         "what is compared ran in turn, round by round; a ratio is of the fastest rounds, beside it that of the medians and "
         "the median of the ratios round by round. All buffers, connections and agents are warm; cold is the first round",
         "http and nixl read from the memory of a trainer that is its own depot. From a store, whose files are new in every "

@@ -15,7 +15,7 @@ _TMPFS = Path("/dev/shm")  # noqa: S108 - looked for, not relied on
 
 @contextmanager
 def scratch_dir() -> Iterator[Path]:
-    """A directory that is removed, in memory if there is one."""
+    """A directory for sockets and files that is removed, in memory if there is one; its name is short, as sockets need."""
     parent = _TMPFS if _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="wc-bench-", dir=parent) as scratch:
         yield Path(scratch)

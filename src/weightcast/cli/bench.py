@@ -14,7 +14,7 @@ from rich.console import Console
 from weightcast.bench import engine_bench, fanout_bench, ipc_bench, network_bench, pause_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
-from weightcast.cli.bench_network import draw_network_rows
+from weightcast.cli.bench_network import draw_network_rows, draw_tables
 from weightcast.cli.output import Size, emit, size, table
 
 _Columns = dict[str, Callable[[Row], str]]
@@ -326,19 +326,8 @@ _RIVALS: _Columns = {
 
 def _draw_ipc_rows(console: Console, report: Report) -> None:
     measured = [row for row in report.rows if "s" in row]
-    for columns, rows in (
-        (_UPDATES, [row for row in measured if "over_ours" not in row]),
-        (_RIVALS, [row for row in measured if "over_ours" in row]),
-    ):
-        drawn = table(*columns, right=tuple(columns)[1:])
-        for row in rows:
-            drawn.add_row(*(shown(row) for shown in columns.values()))
-        if rows:
-            console.print("")
-            console.print(drawn)
-    for row in report.rows:
-        if "s" not in row:
-            console.print(f"{row['kind']}: {row.get('missing') or row['failed']}")
+    ours, rivals = ([row for row in measured if ("over_ours" in row) is rival] for rival in (False, True))
+    draw_tables(console, report, [(_UPDATES, ours), (_RIVALS, rivals)])
 
 
 _FANS: _Columns = {

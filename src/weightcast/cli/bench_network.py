@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ def _ratio(name: str) -> Callable[[Row], str]:
     return lambda row: f"{row[name]:.2f}" if name in row else "-"
 
 
+_LIMITS: _Columns = {**_TIMES, "two streams s": lambda row: f"{row['two_streams_s']:.3f}" if "two_streams_s" in row else "-"}
 _OURS: _Columns = {
     **_TIMES,
     "of raw TCP": _ratio("over_tcp"),
@@ -41,10 +42,9 @@ _RIVALS: _Columns = {
 }
 
 
-def draw_network_rows(console: Console, report: Report) -> None:
-    """Limits, ours, rivals, and why some are not there."""
-    for role, columns in (("limit", _TIMES), ("ours", _OURS), ("rival", _RIVALS)):
-        rows = [row for row in report.rows if row.get("role") == role]
+def draw_tables(console: Console, report: Report, tables: Iterable[tuple[_Columns, Sequence[Row]]]) -> None:
+    """Tables that have rows, and why some of a report are in none."""
+    for columns, rows in tables:
         drawn = table(*columns, right=tuple(columns)[1:])
         for row in rows:
             drawn.add_row(*(shown(row) for shown in columns.values()))
@@ -54,3 +54,9 @@ def draw_network_rows(console: Console, report: Report) -> None:
     for row in report.rows:
         if "s" not in row:
             console.print(f"{row['kind']}: {row.get('missing') or row['failed']}")
+
+
+def draw_network_rows(console: Console, report: Report) -> None:
+    """Limits, ours, rivals, and why some are not there."""
+    roles = (("limit", _LIMITS), ("ours", _OURS), ("rival", _RIVALS))
+    draw_tables(console, report, [(columns, [row for row in report.rows if row.get("role") == of]) for of, columns in roles])

@@ -17,7 +17,7 @@ from weightcast.errors import Conflict, InvalidInput, NotFound, SourceFailed, Ve
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.flat import Array, Bytes
 from weightcast.tensors.spec import TensorSpec
-from weightcast.transports.ipc.host_memory import HostDevice, HostMemory
+from weightcast.transports.ipc.host_memory import HostMemory, private_memory
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest, encode_manifest
 from weightcast.wire.shares import Share
@@ -148,7 +148,6 @@ class MemoryShelf:
 
     def __init__(self, *, slots: int, hold_s: float, where: str) -> None:
         self._limit, self._hold_s, self.where = slots, hold_s, where
-        self._device = HostDevice()
         self._changed = threading.Condition()
         self._slots: list[Slot] = []  # the one that was filled last is the last
         self._lent: list[Lent] = []
@@ -237,7 +236,7 @@ class MemoryShelf:
                     return slot
                 slot.memory.close()  # if it is still being sent from, it stays until that has ended
             self._check_open()
-        return Slot(self._device.allocate(nbytes))
+        return Slot(private_memory(nbytes))
 
     def put(self, slot: Slot, held: MemoryHolding) -> None:
         """A slot was filled: its version is the newest."""

@@ -41,10 +41,8 @@ class Hasher:
             raise InvalidInput(f"unknown digest algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}.")
         self.algorithm = algorithm
         self._hash = _NEW[algorithm]()
-
-    def update(self, data: Buffer) -> None:
+        self.update: Callable[[Buffer], object] = self._hash.update
         """Take in the next bytes."""
-        self._hash.update(data)
 
     def digest(self) -> str:
         """The digest of what was taken in so far."""

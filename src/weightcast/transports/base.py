@@ -88,11 +88,23 @@ class Landed(NamedTuple):
     nbytes: int
 
 
-Seen = Callable[[Landed], None]
+Follow = Callable[[memoryview], object]
 
 
-def unseen(_landed: Landed) -> None:
-    """Nobody looks."""
+class Witness:
+    """Looks at bytes as they land; this one at none. Any number of threads may call it."""
+
+    def follow(self, name: str, offset: int) -> Follow | None:  # noqa: ARG002 - what others need
+        """What the thread that receives the bytes of a tensor from `offset` on has to call with all of them, in order and
+        chunk by chunk, while they are in its cache. None if it does not matter.
+        """
+        return None
+
+    def landed(self, landed: Landed, *, followed: bool = False) -> None:
+        """Bytes are there, all of which were followed, or none."""
+
+
+UNSEEN = Witness()
 
 
 @runtime_checkable
@@ -100,13 +112,13 @@ class LandingReceiver(Receiver, Protocol):
     """A receiver that writes bytes straight to where the caller wants them, in any order, several at a time."""
 
     def landings(
-        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
         """Fill each memory with the bytes of the transfer of that name (a tensor's, or the payload's of a delta).
 
         Every byte is told once, when it is there; nothing is verified. The iterator ends when all are, or raises. Closing it
-        cancels the rest. `seen` is called for the same bytes before they are told, by the thread that received them, while
-        they are in its cache: whoever hashes them there reads them for nothing. Several threads may call it at a time.
+        cancels the rest. The `witness` sees the same bytes before they are told, in the threads that receive them: whoever
+        hashes them there, while they are in the cache, reads them for nothing.
 
         As long as anything may still be written to a memory, also after an error, the receiver keeps a reference to it: so
         memory that nobody else refers to can be used again as soon as the receiver lets go of it.

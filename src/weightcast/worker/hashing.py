@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 
 from weightcast.tensors.digest import Algorithm, Hasher
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Buffer, Bytes, byte_blocks
+from weightcast.transports.base import Follow, Landed, Witness
 
 COPY_NBYTES = 256 << 10  # copied and then hashed: source and copy stay in a core's own cache
 # From some size on, memcpy writes past the caches, in half the time: that is worth more than hashing from the cache.
@@ -33,6 +34,15 @@ class RunningDigest:
         self._seen += len(data)
         return True
 
+    @property
+    def follow(self) -> Follow:
+        """What hashes bytes that come next, without any detour. They are counted by `followed`."""
+        return self._hasher.update
+
+    def followed(self, nbytes: int) -> None:
+        """So many bytes were hashed by `follow`."""
+        self._seen += nbytes
+
     def finish(self, memory: Bytes | None, check: Check) -> str:
         """The digest, when everything has come. What was not hashed yet is read from `memory`, which holds all of it."""
         if memory is not None:
@@ -45,7 +55,7 @@ class RunningDigest:
 
 class LandedDigest:
     """The digest of a tensor whose bytes are written to `memory` by somebody else, in any order. What has come without a gap
-    is hashed at once, so that little is left to do when the last of it is there. Any thread may add.
+    is hashed at once, so that little is left to do when the last of it is there. Any thread may call.
     """
 
     def __init__(self, memory: Bytes, running: RunningDigest) -> None:
@@ -55,11 +65,25 @@ class LandedDigest:
         self._hashing = False
         self._lock = threading.Lock()
 
-    def add(self, offset: int, nbytes: int) -> None:
+    def follow(self, offset: int) -> Follow | None:
+        """What to hash bytes with that come now, from `offset` on; until `add`, it is the caller alone who hashes. None if
+        it is not their turn.
+        """
+        with self._lock:
+            if self._hashing or offset != self._seen:
+                return None
+            self._hashing = True
+            return self._running.follow
+
+    def add(self, offset: int, nbytes: int, *, followed: bool = False) -> None:
         """Bytes are there. If another thread is hashing, these are left to it."""
         with self._lock:
-            self._waiting[offset] = nbytes
-            if self._hashing:
+            if followed:
+                self._running.followed(nbytes)
+                self._seen += nbytes
+            elif nbytes:
+                self._waiting[offset] = nbytes
+            if self._hashing and not followed:
                 return
             self._hashing = True
         while nbytes := self._next():
@@ -71,6 +95,21 @@ class LandedDigest:
             nbytes = self._waiting.pop(self._seen, 0)
             self._hashing = nbytes > 0
             return nbytes
+
+
+class LandedDigests(Witness):
+    """The digests of all tensors that land: the witness of a landing."""
+
+    def __init__(self, digests: Mapping[str, LandedDigest]) -> None:
+        self._digests = digests
+
+    def follow(self, name: str, offset: int) -> Follow | None:
+        """What to hash bytes with as they come."""
+        return self._digests[name].follow(offset)
+
+    def landed(self, landed: Landed, *, followed: bool = False) -> None:
+        """Bytes are there."""
+        self._digests[landed.name].add(landed.offset, landed.nbytes, followed=followed)
 
 
 def copy_hashed(data: Bytes, memory: Bytes, offset: int, running: RunningDigest, check: Check) -> None:

@@ -16,10 +16,18 @@ from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, DigestMismatch, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array, Bytes, Piece, empty, flat_bytes
-from weightcast.transports.base import Landed, LandingReceiver, MappedReceiver, MendingReceiver, Receiver
+from weightcast.transports.base import LandingReceiver, MappedReceiver, MendingReceiver, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.hashing import Check, LandedDigest, RunningDigest, copy_all, copy_hashed, watched_digest
+from weightcast.worker.hashing import (
+    Check,
+    LandedDigest,
+    LandedDigests,
+    RunningDigest,
+    copy_all,
+    copy_hashed,
+    watched_digest,
+)
 from weightcast.worker.sealing import Expected, shared_digest
 
 log = logging.getLogger(__name__)
@@ -143,13 +151,9 @@ class Staging:
     def _land(self, receiver: LandingReceiver, manifest: Manifest, deadline: Deadline) -> None:
         """Let the source write the bytes here itself; they are hashed as they come, by whoever receives them."""
         memories = {name: flat for name, flat in self._flat.items() if len(flat)}
-        digests = {name: LandedDigest(flat, self._running[name]) for name, flat in memories.items()}
+        digests = LandedDigests({name: LandedDigest(flat, self._running[name]) for name, flat in memories.items()})
         coverage = Coverage(self._entries)
-
-        def seen(landed: Landed) -> None:
-            digests[landed.name].add(landed.offset, landed.nbytes)
-
-        with closing(receiver.landings(manifest, memories, deadline=deadline, seen=seen)) as landings:
+        with closing(receiver.landings(manifest, memories, deadline=deadline, witness=digests)) as landings:
             for landed in landings:
                 coverage.add(*landed)
         coverage.check_complete()

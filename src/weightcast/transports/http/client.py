@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +22,15 @@ from weightcast.errors import (
     rebuilt,
 )
 from weightcast.tensors.digest import bytes_digest
+from weightcast.transports.base import Follow
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.connection import Address, Connection, Dropped, Head
 from weightcast.transports.http.patience import Patience
 from weightcast.wire.depot import PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 
-CONNECTIONS = 4
+# Receiving takes a core of its own for each connection, and the other half of them has to serve meanwhile.
+CONNECTIONS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 STALL_S = 10.0
 CONNECT_S = 5.0
 WORK_S = 60.0  # for a depot to work out the answer to a question
@@ -49,6 +52,14 @@ class Response:
     def receive(self, views: Sequence[memoryview]) -> int:
         """Fill the first bytes of `views`, which are no more than are `left`, with those that come next; how many came."""
         count = self.connection.receive(views, self._patience)
+        self.left -= count
+        return count
+
+    def stream(self, memory: memoryview, follow: Follow | None) -> int:
+        """Fill a memory with what comes next, as far as it comes without a pause; each chunk is given to `follow` at once.
+        How much came: an error that is met later is raised by the next call.
+        """
+        count = self.connection.stream(memory, follow, self._patience)
         self.left -= count
         return count
 

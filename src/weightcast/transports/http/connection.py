@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from time import monotonic
 
 from weightcast.errors import SourceFailed
+from weightcast.transports.base import Follow
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.patience import TICK_S, Patience, wait_ready
 
 _HEAD_NBYTES = 16 << 10
 _MAX_HEAD_NBYTES = 64 << 10
 _BLOCK_NBYTES = 4 << 20  # received at once at most
+_CHUNK_NBYTES = 64 << 10  # received and looked at: it stays in the cache of a core, where hashing takes next to no time
 _MAX_VIEWS = 64
 _TICK = struct.pack("ll", 0, int(TICK_S * 1e6))
 # A host that is gone without a word is noticed even while nothing has to be sent to it.
@@ -151,6 +153,26 @@ class Connection:
                 self._early, count = self._early[len(part) :], count + len(part)
             return count
         return self._some(views, socket.MSG_WAITALL, patience)
+
+    def stream(self, memory: memoryview, follow: Follow | None, patience: Patience) -> int:
+        """Fill a memory as far as bytes come without a pause; each chunk is given to `follow` at once. How many came: an
+        error is raised only before the first.
+        """
+        at = count = self.receive([memory[:_CHUNK_NBYTES]], patience)
+        if follow is not None:
+            follow(memory[:at])
+        receive, whole = self._sock.recv_into, socket.MSG_WAITALL
+        # Nothing more in this loop than there must be: after every chunk, the code too has to come back to the cache.
+        while count == _CHUNK_NBYTES and at < len(memory):
+            chunk = memory[at : at + _CHUNK_NBYTES]
+            try:
+                count = self._decrypted(chunk, whole=True) if self._encrypted else receive(chunk, 0, whole)
+            except OSError:
+                return at  # the next call meets it, too
+            if follow is not None:
+                follow(chunk[:count])
+            at += count
+        return at
 
     def _some(self, views: Sequence[memoryview], flags: int, patience: Patience) -> int:
         while True:

@@ -19,8 +19,8 @@ _REST_S, _LONGEST_REST_S = 1.0, 30.0
 _SOON_S = 0.05  # waiting so long does not matter
 _WEIGHT = 0.3  # of what was measured last
 
-MIN_NBYTES, FIRST_NBYTES, MAX_NBYTES = 1 << 20, 8 << 20, 32 << 20
-_GAPS = 20  # a request should take so many times as long as waiting for its first byte
+MIN_NBYTES, FIRST_NBYTES, MAX_NBYTES = 1 << 20, 8 << 20, 256 << 20
+_GAPS = 100  # a request should take so many times as long as waiting for its first byte
 
 
 Order = Literal["listed", "nearest"]

@@ -6,14 +6,15 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
 
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, UpdateCancelled, WeightcastError
-from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.base import UNSEEN, Landed, Witness
+from weightcast.transports.http.client import Response
 from weightcast.transports.http.connection import Connection
 from weightcast.transports.http.depots import MIN_NBYTES, Depot, Depots
 from weightcast.transports.http.patience import TICK_S
@@ -22,7 +23,7 @@ from weightcast.wire.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-BLOCK_NBYTES = 2 << 20  # received, told and hashed at once: it stays in the cache, and costs few turns of the threads
+BLOCK_NBYTES = 8 << 20  # told at once: costs few turns of the threads
 STEAL_S = 1.0  # a depot that sends nothing for so long is passed over, if another one has nothing to do
 _JOIN_S = 5.0
 _SILENCE = 1.5  # times the stall of one depot, until all of them count as silent
@@ -61,8 +62,8 @@ class Fetch:
     """Workers, one for each connection of each depot, that take ranges from one queue.
 
     A range whose depot fails goes back to the queue, without the bytes that came. The iterator `arrivals` tells each byte
-    once and raises when all depots have failed. After `close`, nothing is written any more. `seen` is told of bytes by the
-    worker that received them.
+    once and raises when all depots have failed. After `close`, nothing is written any more. The `witness` sees
+    bytes in the worker that received them.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Fetch:
         connections: int,
         stall_s: float,
         deadline: Deadline,
-        seen: Seen = unseen,
+        witness: Witness = UNSEEN,
     ) -> None:
-        self._depots, self._manifest, self._seen = depots, manifest, seen
+        self._depots, self._manifest, self._witness = depots, manifest, witness
         self._deadline, self._connections = deadline, connections
         self._stall_s, self._steal_s = stall_s, min(STEAL_S, stall_s / 4)
         self._what = f"receiving {manifest.version} from {depots.url}"
@@ -188,7 +189,8 @@ class Fetch:
         if not self._waiting:
             return self._stuck(depot) or self._half(depot)
         stretch, start, stop = self._waiting[0]
-        share = self._left // (2 * max(1, len(self._threads)))  # so that all end at about the same time
+        workers = len(self._threads)
+        share = self._left // (2 * workers) if workers > 1 else self._left  # so that all end at about the same time
         end = stretch.cut(start, stop, max(MIN_NBYTES, min(depot.request_nbytes, share)))
         if not self._depots.worthwhile(depot, end - start, self._left):
             return None
@@ -237,8 +239,8 @@ class Fetch:
         try:
             with depot.client.opened_range(self._manifest, file, flight.at, flight.stop, deadline=self._until) as response:
                 self._answered(flight, response.connection)
-                while views := self._granted(flight):
-                    self._landed(flight, response.receive(views))
+                while self._granted(flight):
+                    self._receive(flight, response)
         except (DeadlineExceeded, UpdateCancelled):
             raise  # the caller's, not the depot's
         except WeightcastError as error:
@@ -251,24 +253,52 @@ class Fetch:
             flight.connection, flight.since = connection, monotonic()
             self._depots.answered(flight.depot, flight.since - flight.begun)
 
-    def _granted(self, flight: _Flight) -> list[memoryview]:
-        """Where the next bytes go; nothing if there are none, or they are somebody else's now."""
+    def _granted(self, flight: _Flight) -> bool:
+        """Whether bytes up to `flight.granted` may be written now; False if there are none, or they are somebody else's."""
         with self._turn:
             if self._stop.is_set() or flight.revoked or flight.at >= flight.stop:
                 flight.connection = None  # from here on it may be another one's
-                return []
+                return False
             flight.granted = min(flight.at + BLOCK_NBYTES, flight.stop)
-            return flight.stretch.views(flight.at, flight.granted)
+            return True
 
-    def _landed(self, flight: _Flight, nbytes: int) -> None:
-        for arrived in flight.stretch.between(flight.at, flight.at + nbytes):
-            self._seen(Landed(arrived.tensor, arrived.offset, len(arrived.data)))
+    def _receive(self, flight: _Flight, response: Response) -> None:
+        """Receive what was granted, or the part of it that is there soon. What has come is told, also if more does not."""
+        at = flight.at
+        try:
+            for group in flight.stretch.groups(at, flight.granted):
+                count = self._receive_large(response, group[0]) if len(group) == 1 else self._receive_small(response, group)
+                at += count
+                if count < sum(len(one.data) for one in group):
+                    break
+        finally:
+            self._landed(flight, at)
+
+    def _receive_large(self, response: Response, wanted: Arrived) -> int:
+        follow = self._witness.follow(wanted.tensor, wanted.offset)
+        count = 0
+        try:
+            count = response.stream(wanted.data, follow)
+        finally:
+            self._witness.landed(Landed(wanted.tensor, wanted.offset, count), followed=follow is not None)
+        return count
+
+    def _receive_small(self, response: Response, wanted: Sequence[Arrived]) -> int:
+        left = count = response.receive([one.data for one in wanted])
+        for one in wanted:
+            nbytes = min(left, len(one.data))
+            if nbytes:
+                self._witness.landed(Landed(one.tensor, one.offset, nbytes))
+            left -= nbytes
+        return count
+
+    def _landed(self, flight: _Flight, at: int) -> None:
         with self._turn:
-            start, flight.at = flight.at, flight.at + nbytes
-            flight.granted = flight.at
-            flight.since = self._moved = monotonic()
-            self._depots.moved(flight.depot)
-            self._told.put((flight.stretch, start, flight.at))
+            start, flight.at, flight.granted = flight.at, at, at
+            if start < at:
+                flight.since = self._moved = monotonic()
+                self._depots.moved(flight.depot)
+                self._told.put((flight.stretch, start, at))
 
     def _end(self, flight: _Flight, error: WeightcastError | None) -> None:
         """Give back what did not come."""

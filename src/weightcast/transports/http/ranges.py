@@ -10,6 +10,9 @@ from typing import NamedTuple
 from weightcast.errors import InvalidInput
 from weightcast.wire.manifest import Manifest, TensorEntry
 
+SMALL_NBYTES = 128 << 10
+MAX_GROUP = 64
+
 
 class Segment(NamedTuple):
     """Bytes of a tensor that lie together in a file, from `at` on, and in the memory that they go to."""
@@ -61,9 +64,19 @@ class Stretch:
             yield Arrived(segment.tensor, segment.offset + skip, data, self)
             start, index = start + len(data), index + 1
 
-    def views(self, start: int, stop: int) -> list[memoryview]:
-        """The memories that a range of the file goes to, in order."""
-        return [arrived.data for arrived in self.between(start, stop)]
+    def groups(self, start: int, stop: int) -> Iterator[list[Arrived]]:
+        """The same, to be received at once: a large part by itself, and small ones together."""
+        group: list[Arrived] = []
+        for part in self.between(start, stop):
+            if group and (len(part.data) > SMALL_NBYTES or len(group) == MAX_GROUP):
+                yield group
+                group = []
+            group.append(part)
+            if len(part.data) > SMALL_NBYTES:
+                yield group
+                group = []
+        if group:
+            yield group
 
     def cut(self, start: int, stop: int, nbytes: int) -> int:
         """Where to end a range of about `nbytes`: between two tensors if possible, so that each comes by one connection."""

@@ -13,7 +13,7 @@ from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, InvalidInput, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Bytes, Piece, Pieces
-from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http import asking, healing, questions
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import CONNECTIONS, STALL_S, DepotClient, OtherBytes
@@ -143,12 +143,12 @@ class HttpReceiver:
                         refill()
 
     def landings(
-        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
-        """Fill each memory, several ranges at a time. The bytes of each tensor are told in order, about 2 MiB at a time."""
+        """Fill each memory, several ranges at a time. The bytes of each tensor are told in order, a few MiB at a time."""
         views = {name: memory.data for name, memory in memories.items()}
         order = InOrder()
-        with self._fetch(manifest, deadline, seen) as fetch:
+        with self._fetch(manifest, deadline, witness) as fetch:
             fetch.want(landing_stretches(manifest, views))
             self._origins = fetch.origins
             del views
@@ -158,9 +158,9 @@ class HttpReceiver:
                     yield Landed(one.tensor, one.offset, len(one.data))
 
     @contextmanager
-    def _fetch(self, manifest: Manifest, deadline: Deadline, seen: Seen = unseen) -> Iterator[Fetch]:
+    def _fetch(self, manifest: Manifest, deadline: Deadline, witness: Witness = UNSEEN) -> Iterator[Fetch]:
         fetch = Fetch(
-            self._depots, manifest, connections=self._connections, stall_s=self._stall_s, deadline=deadline, seen=seen
+            self._depots, manifest, connections=self._connections, stall_s=self._stall_s, deadline=deadline, witness=witness
         )  # fmt: skip
         with closing(fetch):
             yield fetch

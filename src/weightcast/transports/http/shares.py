@@ -23,7 +23,7 @@ from weightcast.tensors.boxes import Box, Held
 from weightcast.tensors.digest import DEFAULT, array_digest
 from weightcast.tensors.flat import Array, Bytes, Piece, Pieces
 from weightcast.tensors.placing import place
-from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import STALL_S, DepotClient, version_path
 from weightcast.transports.http.options import parse_options
@@ -178,7 +178,7 @@ class SharesReceiver:
         yield from fetching.run()
 
     def landings(
-        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
         """Fill each memory with the tensor of that name. A tensor is told when all of it is there."""
         entries = manifest.transfers()
@@ -188,7 +188,7 @@ class SharesReceiver:
             for index, _ in told:
                 landed = Landed(names[index], 0, entries[names[index]].nbytes)
                 if landed.nbytes:
-                    seen(landed)
+                    witness.landed(landed)
                     yield landed
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:

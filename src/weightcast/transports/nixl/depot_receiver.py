@@ -9,7 +9,7 @@ from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box, Held, Placement, run_nbytes
 from weightcast.tensors.flat import Bytes, Pieces
 from weightcast.tensors.spec import TensorSpec
-from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.receiver import HttpReceiver
 from weightcast.transports.nixl.agent import region_of
@@ -44,12 +44,12 @@ class NixlDepotReceiver(NixlReceiver):
         )  # fmt: skip
 
     def landings(
-        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
         """Fill each memory."""
         if manifest.payload is None:
-            return super().landings(manifest, memories, deadline=deadline, seen=seen)
-        return self._http.landings(manifest, memories, deadline=deadline, seen=seen)
+            return super().landings(manifest, memories, deadline=deadline, witness=witness)
+        return self._http.landings(manifest, memories, deadline=deadline, witness=witness)
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
         """The bytes through a ring of buckets."""

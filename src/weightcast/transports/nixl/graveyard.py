@@ -17,7 +17,8 @@ from weightcast.transports.nixl.leaving import outlive, release_outliving
 log = logging.getLogger(__name__)
 
 _END_S = 0.2  # reads from a peer that died end by themselves about this soon
-_LOOK_S = 0.005
+_LOOK_S = 0.001
+_KEEP_S = 0.02
 
 
 class Moving(Protocol):
@@ -49,11 +50,14 @@ class Graveyard:
     A read cannot be stopped: NIXL says that it let go of one, and its bytes land later. What lies here is therefore neither
     freed nor used again before all reads of its agent have ended, if need be for the life of the process, and not even when
     Python takes itself down at exit. The agent lies here too: closing it could abort the depot that it reads from.
+
+    A thread looks at what lies here until nothing does: reads of agents that are polled would never end without it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graves: list[_Grave] = []
+        self._keeper: threading.Thread | None = None
 
     def __len__(self) -> int:
         """How many agents lie here now."""
@@ -82,10 +86,22 @@ class Graveyard:
         outlive(grave)
         with self._lock:
             self._graves.append(grave)
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="nixl graveyard", daemon=True)
+                self._keeper.start()
         log.warning(
             "keep nbytes=%d reads=%d graves=%d: given-up NIXL reads may still write to this memory (%s)",
             grave.nbytes, len(grave.transfers), len(self._graves), str(why),  # an error itself would keep its frames
         )  # fmt: skip
+
+    def _keep(self) -> None:
+        while True:
+            time.sleep(_KEEP_S)
+            self.sweep()
+            with self._lock:
+                if not self._graves:
+                    self._keeper = None
+                    return
 
     def sweep(self) -> None:
         """Let go of what has ended meanwhile."""

@@ -13,7 +13,7 @@ import numpy as np
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, WeightcastError
 from weightcast.tensors.flat import Bytes, Piece, Pieces
-from weightcast.transports.base import Landed, Seen, unseen
+from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import DepotClient, version_path
 from weightcast.transports.nixl.agent import Agent, Registration, region_of
@@ -34,7 +34,9 @@ PREFETCH = 2
 BUCKET_NBYTES = 64 << 20
 STALL_S = 10.0
 ANSWER_S = 10.0
-READ_NBYTES = 16 << 20  # what one read of a landing is cut to, or to a bucket: small enough to hash while others move
+# What one read of a landing is cut to, and what is under way at once, if buckets are not smaller: so much that the depot has
+# to send while bytes are hashed, and so little that they are hashed soon after they came.
+READ_NBYTES, AHEAD_NBYTES = 4 << 20, 32 << 20
 _WAIT_S = 30.0
 _REGISTER = 3  # how many times the usual patience a depot has to register memory
 
@@ -68,7 +70,7 @@ class NixlReceiver:
         self._client = DepotClient(url, access=access, stall_s=stall_s)
         self.url = "nixl://" + self._client.url.partition("://")[2]
         self._mode, self._prefetch, self._bucket_nbytes, self._stall_s = mode, prefetch, bucket_nbytes, stall_s
-        self._agents = Agents(nic=nic)
+        self._agents = Agents(nic=nic, polled=True)
         self._peer: tuple[Agent, str, bytes] | None = None  # the depot, as the agent was told of it
         self._ring: tuple[Agent, list[Bytes], Registration] | None = None
         self._session: Session | None = None
@@ -108,7 +110,7 @@ class NixlReceiver:
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def landings(
-        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, seen: Seen = unseen
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
         """Read straight into the memories. It ends well only if the depot confirms that it was there to the end."""
         targets = _checked(manifest, memories)
@@ -116,7 +118,7 @@ class NixlReceiver:
             session.use(list(memories.values()), list(targets.values()))
             parts = self._stretches(manifest, grant, memories, self._read_nbytes)
             for landed in self._landed(session, parts, targets):
-                seen(landed)
+                witness.landed(landed)
                 yield landed
 
     @property
@@ -126,9 +128,10 @@ class NixlReceiver:
 
     def _landed(self, session: Session, parts: Iterator[Stretch], targets: Mapping[str, Region]) -> Iterator[Landed]:
         """Read stretches into the targets of their names, some at a time."""
+        most = min(AHEAD_NBYTES, self._prefetch * self._bucket_nbytes) // self._read_nbytes
         for batch in batches(parts, self._read_nbytes):
             session.read(batch, [_target(targets[part.name], part) for part in batch])
-            if session.moving > self._prefetch:
+            if session.moving > most:
                 yield from _told(session)
         while session.moving:
             yield from _told(session)

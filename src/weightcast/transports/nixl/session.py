@@ -15,7 +15,9 @@ from weightcast.transports.nixl.plan import Stretch
 from weightcast.transports.nixl.watch import Watch
 from weightcast.wire.nixl import Region
 
-_LOOK_S = 0.0002
+_LOOK_S = 0.0001
+_SOMETHING_S = 0.00002
+_SPIN_S = 0.001  # before it sleeps: waking up takes longer than what it waits for
 _CONNECT_LOOK_S = 0.02
 
 
@@ -99,8 +101,9 @@ class Session:
         read has failed.
         """
         came: list[Sequence[Stretch]] = []
+        busy_s = monotonic()
         while True:
-            # Only the oldest is looked at: looking takes the lock that the progress thread moves bytes under.
+            looked_s = monotonic()  # looking is what moves the bytes: if there are some, it takes its time
             while self._moving and (state := self._moving[0][0].poll()) != "moving":
                 transfer, batch = self._moving[0]
                 if state == "failed":
@@ -114,7 +117,11 @@ class Session:
                 self._moved_s = monotonic()  # what the caller did meanwhile was no stall
                 return
             self.check()
-            sleep(_LOOK_S)
+            now = monotonic()
+            if now - looked_s >= _SOMETHING_S:
+                busy_s = now
+            elif now - busy_s >= _SPIN_S:
+                sleep(_LOOK_S)
 
     def check(self) -> None:
         """Raise if time is up, if it was given up, if the depot is silent or nothing moves."""
