@@ -15,10 +15,10 @@ demo: $(USE) ## Publish versions and deltas, and update a live model through eve
 	$(BIN)/weightcast demo
 
 test: $(WORK) ## The whole test suite, in random order, on two processes
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal
 
 coverage: $(WORK) ## The same with coverage, which makes it half as fast again; fails below 93 %
-	$(BIN)/pytest -m "not slow" -n 2 --cov --cov-report= --cov-fail-under=93
+	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal --cov --cov-report= --cov-fail-under=93
 
 bench: $(WORK) ## Measure deltas, the engine, pauses, shared memory and networks, with their limits in the same run
 	$(INSTALL) ray  # two of those that we are compared with; the second also needs Debian's libibverbs1, and may be absent

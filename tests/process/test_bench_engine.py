@@ -4,11 +4,13 @@ import json
 import os
 
 import psutil
+import pytest
 from click.testing import CliRunner
 
 from weightcast.cli.main import cli
 
 
+@pytest.mark.slow
 def test_the_quick_bench_measures_and_finds_the_same_tokens(tmp_path):
     result = CliRunner().invoke(cli, ["bench", "engine", "--quick", "--json", str(tmp_path / "report.json")])
     assert result.exit_code == 0, result.output

@@ -47,11 +47,8 @@ def test_a_quick_run_measures_all_ways_and_asserts_none(tmp_path):
     assert set(psutil.Process().children()) <= children
 
 
-@pytest.mark.parametrize(
-    "rival",
-    [pytest.param(one, marks=pytest.mark.slow) if "ray" in one.kind else one for one in RIVALS],
-    ids=lambda one: one.kind,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rival", RIVALS, ids=lambda one: one.kind)
 def test_a_rival_moves_the_same_bytes_and_ends(rival):
     if rival.lacking:
         pytest.skip(f"{rival.lacking} not installed")

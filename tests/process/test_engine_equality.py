@@ -1,4 +1,7 @@
-"""Two ranks answer as `transformers` does, token for token: float32, greedy. tests/unit/test_engine_answers.py has one."""
+"""Two ranks answer as `transformers` does, token for token: float32, greedy.
+
+In every run, tests/unit/test_engine_answers.py has one rank, and tests/unit/test_engine_model_ranks.py two beside one.
+"""
 
 import asyncio
 import itertools
@@ -11,7 +14,6 @@ from weightcast.engines.embedded.messages import Describe
 from .engine_runs import ask, ask_all, running
 
 MATRIX = list(itertools.product(MODELS, (True, False), DRAFTS))
-SAMPLE = [("tied", False, "mtp"), pytest.param("moe", True, "plain", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,6 @@ async def compare(root, model, prefix_cache, draft):
     assert (stats["accepted"] > 0) == (stats["drafted"] > 0) == (draft != "no draft")
     if draft != "no draft":
         assert stats["accepted"] < stats["drafted"], "a draft that is never wrong proves little"
-
-
-@pytest.mark.parametrize(("model", "prefix_cache", "draft"), SAMPLE)
-def test_answers_are_those_of_transformers(checkpoints, model, prefix_cache, draft):
-    asyncio.run(compare(checkpoints, model, prefix_cache, draft))
 
 
 @pytest.mark.slow

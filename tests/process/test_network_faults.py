@@ -41,7 +41,7 @@ from .fault_wire import Fault, Wire
 
 SEEDS = {"sampled": 9, "full": 1}
 RUNNERS = {"sampled": 1, "full": 2}
-TRIALS = {"sampled": 16, "full": 500}
+TRIALS = {"sampled": 8, "full": 500}
 RATE_BITS = 400_000_000  # a few megabytes take a tenth of a second: time enough for something to happen
 WITHIN_S = {"sampled": 110, "full": 1500}
 

@@ -129,7 +129,7 @@ def tell(record_property):
 
 @pytest.mark.timeout(300)
 def test_every_token_is_of_the_version_named_for_it_while_weights_are_replaced_under_load(tmp_path, one_thread, tell):
-    record = prove(tmp_path, 14, seed=1, settled=6, fresh=1, tell=tell)[1]
+    record = prove(tmp_path, 10, seed=1, settled=6, fresh=1, tell=tell)[1]
 
     check_nothing_grows(record, 6, COUNTS)
 

@@ -1,6 +1,7 @@
 """The house rules that a reader relies on, checked on the sources themselves."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ ROOMS = {
 FILES = sorted(SRC.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
 def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
@@ -42,7 +48,7 @@ def test_a_file_imports_only_from_its_own_room_and_from_lower_ones(path):
     if room in ("__init__", "__main__"):
         return
     climbs = []
-    for module, line in imported_modules(ast.parse(path.read_text())):
+    for module, line in imported_modules(parsed(path)):
         if module.startswith("weightcast.") and room_of(module) != room and ROOMS[room_of(module)] >= ROOMS[room]:
             climbs.append(f"{path.name}:{line} imports {module}")
     assert not climbs
@@ -53,7 +59,7 @@ def test_only_the_digest_module_hashes():
     users = {
         str(path.relative_to(SRC))
         for path in FILES
-        for module, _ in imported_modules(ast.parse(path.read_text()))
+        for module, _ in imported_modules(parsed(path))
         if module.split(".")[0] in hashing
     }
     assert users == {"tensors/digest.py"}
@@ -69,7 +75,7 @@ def test_nothing_unpickles_or_reads_the_environment(path):
     if path == SRC / "transports/nixl/library.py":  # UCX has no other settings
         forbidden.remove(("os", "environ"))
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in forbidden:
                 found.append(f"{path.name}:{node.lineno} {node.value.id}.{node.attr}")

@@ -12,7 +12,7 @@ from weightcast.bench.ipc_rivals import Moves, Rival
 from weightcast.bench.ipc_tensors import Model, digest_of
 from weightcast.bench.network_bench import NetworkSettings, run_network_bench
 from weightcast.bench.network_meeting import OnePiece, find, leave
-from weightcast.bench.network_ways import HTTP, NIXL, READ, RIVALS, STORED, TCP, Rounds, TcpMover, missing
+from weightcast.bench.network_ways import CHUNKS, HTTP, NIXL, READ, RIVALS, STORED, TCP, Rounds, TcpMover, missing
 from weightcast.bench.report import Report, this_machine
 from weightcast.cli.main import main
 from weightcast.clock import Deadline
@@ -189,7 +189,7 @@ def test_bare_tcp_is_tried_in_all_shapes_and_the_best_of_one_stream_and_of_two_c
         assert [shape.streams for shape in mover.shapes] == [1, 2]
         for shape in mover.shapes:
             same = [seconds for other, seconds in mover.tried.items() if other.streams == shape.streams]
-            assert len(same) == 4
+            assert len(same) == len(CHUNKS)
             assert mover.tried[shape] == min(same)
         assert mover.round()[0] > 0
         mover.check()

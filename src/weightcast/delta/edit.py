@@ -23,6 +23,7 @@ from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.decoding import decode
 
 Memories = Mapping[str, LaneMemory]
 
@@ -104,7 +105,7 @@ class Edit:
         if magic != _MAGIC or digest != raw_digest(body) or table_nbytes > len(body):
             raise DeltaCorrupt("its journal does not match its digest")
         try:
-            entries = msgspec.json.decode(body[:table_nbytes], type=list[_Entry])
+            entries = decode(body[:table_nbytes], list[_Entry])
         except msgspec.DecodeError as error:
             raise DeltaCorrupt(f"its journal cannot be read: {error}") from error
         arrays = _Arrays(body[table_nbytes:])

@@ -12,6 +12,7 @@ import msgspec
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput
 from weightcast.tensors.flat import Buffer
+from weightcast.wire.decoding import decode
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -34,7 +35,7 @@ class Request:
     def read(self, kind: type[_Body]) -> _Body:
         """The body as a message. Raises `InvalidInput` if it is not one."""
         try:
-            return msgspec.json.decode(self.body, type=kind)
+            return decode(self.body, kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body of the request is not a {kind.__name__}: {error}.") from error
 

@@ -8,6 +8,7 @@ import msgspec
 
 from weightcast.errors import AnyPath, ManifestCorrupt, UnsupportedFormat
 from weightcast.tensors.digest import DEFAULT, Hasher, bytes_digest
+from weightcast.wire.decoding import decode
 
 _NONE = f"{DEFAULT}:{'0' * 32}".encode()
 _START = b'{"seal":"'
@@ -41,11 +42,11 @@ def unseal(data: bytes, path: AnyPath, kind: type[_Message], *, newest: int) -> 
     if data[len(_START) : _END] != hasher.digest().encode():
         raise ManifestCorrupt(path, "its bytes do not match its seal, so it was changed after it was written")
     try:
-        head = msgspec.json.decode(data, type=_Head)
+        head = decode(data, _Head)
         if head.format > newest:
             raise UnsupportedFormat(
                 f"manifest {path} has format {head.format}; this release reads up to {newest}. Upgrade weightcast."
             )
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(path, str(error)) from error

@@ -26,6 +26,7 @@ from weightcast.transports.base import Follow
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.connection import Address, Connection, Dropped, Head
 from weightcast.transports.http.patience import Patience
+from weightcast.wire.decoding import decode
 from weightcast.wire.depot import PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 
@@ -277,7 +278,7 @@ class DepotClient:
 
     def _decoded(self, response: Response, answer: type[_Answer]) -> _Answer:
         try:
-            return msgspec.json.decode(response.read(), type=answer)
+            return decode(response.read(), answer)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SourceFailed(f"{self.url} answers something that is not a {answer.__name__}: {error}.") from error
 
@@ -285,7 +286,7 @@ class DepotClient:
         """The error that an answer is."""
         status = f"{response.status} {response.reason}".strip()
         try:
-            failure = msgspec.json.decode(response.read(_MAX_FAILURE_NBYTES), type=Failure)
+            failure = decode(response.read(_MAX_FAILURE_NBYTES), Failure)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = Failure("", f"it answers {status} to {method} {path.partition('?')[0]}.")
         if response.status in (401, 403):

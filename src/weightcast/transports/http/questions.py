@@ -23,6 +23,7 @@ from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Bytes
 from weightcast.transports.http.client import STALL_S, WORK_S, DepotClient, Response, version_path
 from weightcast.transports.http.shared_out import shared_out
+from weightcast.wire.decoding import decode
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery, HeldDigests, HeldQuery
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, is_digest
 
@@ -90,7 +91,7 @@ def _fill(response: Response, memories: Sequence[memoryview]) -> None:
 
 def _digests(client: DepotClient, data: bytes) -> list[str]:
     try:
-        return msgspec.json.decode(data, type=list[str])
+        return decode(data, list[str])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SourceFailed(f"{client.url} sent something else than digests behind boxes: {error}.") from error
 

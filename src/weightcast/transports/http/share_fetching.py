@@ -21,6 +21,7 @@ from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, Hasher, bytes_digest
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.transports.http.client import DepotClient, Response, version_path
+from weightcast.wire.decoding import decode
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery
 from weightcast.wire.manifest import Manifest, TensorEntry
 
@@ -231,7 +232,7 @@ class Fetching:
             self._count(response.nbytes)
             found = [self._receive(response, fetch, bounce) for fetch in batch.fetches]
             try:
-                told = msgspec.json.decode(response.read(), type=list[str])
+                told = decode(response.read(), list[str])
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise SourceFailed(f"{publisher} sent no digests behind its boxes: {error}.") from error
         if len(told) != len(found):

@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
-import msgspec
-
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Feed, Stage
 from weightcast.engines.embedded.model.build import Model
@@ -23,6 +21,7 @@ from weightcast.tensors.digest import Algorithm, array_digest
 from weightcast.transports.base import MappedReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver
 from weightcast.transports.registry import open_receiver
+from weightcast.wire.decoding import decode
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.live_model import LiveModel
@@ -135,7 +134,7 @@ class Part:
         """Fetch this rank's slices of a version and verify them. Touches nothing of the live model."""
         began = time.monotonic()
         held = None if action.afresh else self.held
-        manifest = msgspec.json.decode(feed.manifest, type=Manifest)
+        manifest = decode(feed.manifest, Manifest)
         others = [name for name in manifest.by_name() if feed.names and not _matches(name, feed.names)]
         shards = shards_of(self._model, names=feed.names, ignore=(*feed.ignore, *others))
         use, _ = self._kept.open(feed.source, rank=self._rank, ask=partial(_ask_again, manifest, deadline))
