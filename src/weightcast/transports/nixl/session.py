@@ -120,8 +120,8 @@ class Session:
             now = monotonic()
             if now - looked_s >= _SOMETHING_S:
                 busy_s = now
-            elif now - busy_s >= _SPIN_S:
-                sleep(_LOOK_S)
+            # NIXL keeps the interpreter to itself meanwhile: other threads, such as those of an engine, get their turn here.
+            sleep(_LOOK_S if now - busy_s >= _SPIN_S else 0)
 
     def check(self) -> None:
         """Raise if time is up, if it was given up, if the depot is silent or nothing moves."""
