@@ -98,7 +98,7 @@ def test_what_still_runs_when_draining_ends_is_aborted_with_its_partial_answer(m
         answers = []
         thread = threading.Thread(target=lambda: answers.append(complete(client)))
         thread.start()
-        wait_for(lambda: len(server.engine.running) == 1)
+        wait_for(lambda: [answer.made for answer in list(server.engine.running.values())] == [4])
         server.stop()
         if asked_twice:
             server.stop()
