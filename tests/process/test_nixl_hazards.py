@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 
+import psutil
 import pytest
 
 from weightcast.clock import Deadline
@@ -74,6 +75,12 @@ def wait_until(happened):
         time.sleep(0.02)
 
 
+def stop(depot):
+    """Stop a depot. Its threads go on until one of them has got the signal, which takes as long as an update here."""
+    depot.child.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(depot.child.pid).status() == psutil.STATUS_STOPPED)
+
+
 def test_memory_of_reads_that_were_given_up_is_kept_and_nothing_else_changes_when_they_land(start, path, receiver_of):
     first, second = DepotProcess(start, path), DepotProcess(start, path)
     receiver, other = receiver_of(first), receiver_of(second, stall_s=20.0)
@@ -83,7 +90,7 @@ def test_memory_of_reads_that_were_given_up_is_kept_and_nothing_else_changes_whe
     going = receiver.landings(manifest, room, deadline=soon())
     next(going)
     agent = receiver._agents.made
-    first.child.send_signal(signal.SIGSTOP)
+    stop(first)
     with pytest.raises(SourceFailed):
         drain(going)
     assert len(GRAVEYARD) == 1
@@ -128,7 +135,7 @@ def test_a_depot_that_stands_still_fails_in_bounded_time(depot, receiver_of, pat
     going = receiver.pieces(manifest, deadline=soon(60))
     next(going)
     ring = list(receiver._ring[1])
-    depot.child.send_signal(signal.SIGSTOP)
+    stop(depot)
     with pytest.raises(SourceFailed, match="stands still" if patient else "silent"):
         drain(going)
     assert GRAVEYARD.nbytes == 4 * MIB
@@ -148,7 +155,7 @@ def test_the_deadline_and_a_cancellation_end_a_read_that_does_not_move(depot, re
         room = memories(manifest)
         going = receiver.landings(manifest, room, deadline=Deadline.after(within, cancelled=cancelled))
         next(going)
-        depot.child.send_signal(signal.SIGSTOP)
+        stop(depot)
         if error is UpdateCancelled:
             cancelled.set()
         with pytest.raises(error):
