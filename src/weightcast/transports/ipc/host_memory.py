@@ -152,7 +152,7 @@ class HostDevice:
 
 def private_memory(nbytes: int) -> HostMemory:
     """New zeroed memory of this process alone, every page of it touched. Unlike a memfd it has large pages, where the system
-    grants them: what is sent from it goes out a fifth faster.
+    grants them, and no descriptor. Sending from it over loopback took as long as from a memfd.
     """
     size = _size(nbytes)
     try:
