@@ -211,8 +211,12 @@ class Proxy:
     def _send(self, data: bytearray, exchange: Exchange, client: socket.socket) -> None:
         if self.rate is not None:
             time.sleep(len(data) / self.rate)
-        client.sendall(data)
-        exchange.sent[0] += len(data)
+        exchange.sent[0] += len(data)  # before whoever waits for them can look
+        try:
+            client.sendall(data)
+        except OSError:
+            exchange.sent[0] -= len(data)
+            raise
         with self._lock:
             for fault in self.faults:
                 if fault.path in exchange.path:
