@@ -1,4 +1,4 @@
-"""What the bench of pauses updates: a model of any size that computes little per token, and versions of it in a store.
+"""What the benches of pauses update: a model of any size that computes little per token, and versions of it in a store.
 
 a            the checkpoint that the replica starts from, as a full version
 b            another full version: every element differs
@@ -72,6 +72,12 @@ def make_versions(directory: Path, *, nbytes: int, ranks: int, seed: int, progre
     model_dir, store_dir = directory / "model", directory / "store"
     progress("making a model")
     made = init_checkpoint(model_dir, "moe", seed=seed, dtype="bfloat16", **model_config(nbytes, ranks))
+    publish_versions(model_dir, store_dir, seed=seed, progress=progress)
+    return Made(model_dir, store_dir, made)
+
+
+def publish_versions(model_dir: Path, store_dir: Path, *, seed: int, progress: Progress) -> None:
+    """Publish all versions of a BF16 checkpoint."""
     store = Store(store_dir, delta=DeltaPolicy(keep="memory"))
     progress("publishing full versions")
     store.publish_checkpoint("a", model_dir, "full")
@@ -83,7 +89,6 @@ def make_versions(directory: Path, *, nbytes: int, ranks: int, seed: int, progre
         for array in tensors.values():
             flip_some(array, random)
         store.publish(version, dict(_as_bf16(tensors)), "delta")
-    return Made(model_dir, store_dir, made)
 
 
 def _as_bf16(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:

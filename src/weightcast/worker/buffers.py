@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,12 +19,13 @@ class Buffers:
 
     So whoever keeps an array (a model that adopted it) need not say so, and one that is in use anywhere is never handed out
     again. An array starts on a multiple of 64 bytes and is all of its memory, so a framework that takes it over owns it
-    whole. At most `limit_nbytes` are kept waiting; what comes back beyond that is freed. Any thread may call.
+    whole. At most `limit_nbytes` are kept waiting; what comes back beyond that is freed. Any thread may call. `allocate`
+    gives fresh bytes on a multiple of 64: memory that is shared with other processes, for instance.
     """
 
-    def __init__(self, limit_nbytes: int | None = None) -> None:
-        self._limit = limit_nbytes
-        self._shelf = _Shelf(limit_nbytes)
+    def __init__(self, limit_nbytes: int | None = None, *, allocate: Callable[[int], Bytes] | None = None) -> None:
+        self._limit, self._allocate = limit_nbytes, allocate or aligned
+        self._shelf = _Shelf(limit_nbytes, self._allocate)
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +44,7 @@ class Buffers:
 
     def clear(self) -> None:
         """Free what is waiting. What is in use now will be freed too, and not kept, when it comes back."""
-        self._shelf = _Shelf(self._limit)
+        self._shelf = _Shelf(self._limit, self._allocate)
 
 
 class _Shelf:
@@ -50,8 +52,8 @@ class _Shelf:
     a call here: so there is no lock, and every step is one that the interpreter does not divide.
     """
 
-    def __init__(self, limit_nbytes: int | None) -> None:
-        self._limit = limit_nbytes
+    def __init__(self, limit_nbytes: int | None, allocate: Callable[[int], Bytes]) -> None:
+        self._limit, self._allocate = limit_nbytes, allocate
         self._free: dict[int, list[Bytes]] = {}
 
     @property
@@ -63,7 +65,7 @@ class _Shelf:
         try:
             return self._free[nbytes].pop()
         except (KeyError, IndexError):
-            return aligned(nbytes)
+            return self._allocate(nbytes)
 
     def lend(self, block: Bytes) -> Bytes:
         """The bytes of a block. It comes back when the last view of them is gone, if this shelf is still there then."""

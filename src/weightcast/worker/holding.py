@@ -56,6 +56,11 @@ class Holding:
             self._drop_former()
         return spare
 
+    def drop_spare(self) -> None:
+        """Let go of the buffers for the next swap, unless they are a way back: the memory is needed, or still read."""
+        if not self._keep_previous:
+            self._spare = None
+
     def hold(self, staged: StagedUpdate) -> None:
         """Take in an update that has been staged."""
         self._staged = staged

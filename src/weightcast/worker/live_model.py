@@ -272,6 +272,12 @@ class LiveModel:
             raise ClearIncomplete(held)
         log.info("clear rank=%d tensors=%d", self.rank, len(watched))
 
+    def drop_spare(self) -> None:
+        """Let go of the memory that a swap took out of the model, unless `rollback` needs it: the next swap by delta would
+        write there, and somebody may still read it. Not while an update is staged.
+        """
+        self._holding.drop_spare()
+
     def close(self) -> None:
         """End the connection to a source that was kept for the next update. The model stays as it is, and can be used."""
         self._kept.close()
@@ -317,6 +323,7 @@ class LiveModel:
                 served=holding.served,
                 whole=holding.lifecycle.resting is State.READY,
                 take_spare=holding.take_spare,
+                drop_spare=holding.drop_spare,
             )
         except BaseException as error:
             holding.lifecycle.move("stage", holding.lifecycle.resting)

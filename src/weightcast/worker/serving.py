@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weightcast.clock import Deadline
+from weightcast.tensors.flat import Array
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import Spare
 from weightcast.worker.commits.staged import StagedCommit, silent
@@ -53,6 +54,10 @@ class StagedUpdate:
     def version(self) -> str:
         """The version that it leads to."""
         return self.manifest.version
+
+    def incoming(self) -> dict[str, Array]:
+        """The tensors of the version as they lie beside the model, by name, to be read only. For a commit by swap."""
+        return self.commit.incoming()
 
     def take_seal(self) -> None:
         """After the commit was applied: know what it was a commit of, where that could only be told by applying it."""

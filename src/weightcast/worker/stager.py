@@ -64,11 +64,12 @@ class Stager:
         served: Served | None,
         whole: bool,
         take_spare: Callable[[], Spare | None],
+        drop_spare: Callable[[], None] = silent,
     ) -> Prepared:
         """Fetch and verify everything that leads to a version. Nothing live is touched.
 
         `whole` tells whether the model holds anything worth going back to. `take_spare` is called if spare buffers are
-        going to be used up.
+        going to be used up, `drop_spare` if memory for a whole version is needed.
         """
         plan = plan_update(manifest, self.parts, self.rules, swap=mode == "swap")
         route = self._route(manifest, served)
@@ -80,6 +81,7 @@ class Stager:
             route = plan_route(self.receiver, manifest, held=None, deadline=self.deadline)
         elif mode == "inplace":
             return self._streamed(route, plan, served, whole=whole)
+        drop_spare()
         return self._from_full(route, plan, mode)
 
     def _route(self, manifest: Manifest, served: Served | None) -> Route:

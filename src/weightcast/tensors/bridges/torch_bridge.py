@@ -46,6 +46,14 @@ def dtype_of(tensor: torch.Tensor) -> DType:
     return found
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of a spelling."""
+    found = next((known for known, spelt in _DTYPES.items() if spelt is dtype), None)
+    if found is None:
+        raise UnsupportedTensor(f"this torch has no dtype {dtype}.")
+    return found
+
+
 def spec(name: str, tensor: object) -> TensorSpec:
     """Name, dtype and shape; allocates nothing."""
     tensor = cast("torch.Tensor", tensor)

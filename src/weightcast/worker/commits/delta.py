@@ -12,9 +12,10 @@ from weightcast.delta.edit import TensorEdit, edit_tensor, move_tensor
 from weightcast.delta.memory import LaneMemory
 from weightcast.delta.states import tensor_digest
 from weightcast.tensors.digest import DEFAULT, array_digest
+from weightcast.tensors.flat import Array
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.commits.staged import StagedCommit, Tick, copied, prove_slots, silent
+from weightcast.worker.commits.staged import StagedCommit, Tick, copied, prove_slots, seen_by_name, silent
 from weightcast.worker.deltas import live_state
 from weightcast.worker.fit import Plan
 from weightcast.worker.staging import check_digests
@@ -138,6 +139,10 @@ class DeltaSwapCommit(StagedCommit):
 
     def prove(self) -> None:
         """Nothing was written since the spare buffers were proved."""
+
+    def incoming(self) -> dict[str, Array]:
+        """The spare buffers."""
+        return seen_by_name(self._plan, self._new)
 
     def next_spare(self) -> Spare:
         """What the model held before: the buffers for the next swap."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from weightcast.clock import Deadline
-from weightcast.errors import DigestMismatch
+from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.tensors.digest import algorithm_of, array_digest
 from weightcast.tensors.flat import Array
 from weightcast.wire.manifest import Manifest
@@ -67,6 +67,10 @@ class StagedCommit(ABC):
     def keep_way_back(self) -> bool:
         """It counts now: hold on to what `undo` needs and to nothing else. False if it cannot be undone any more."""
         return True
+
+    def incoming(self) -> dict[str, Array]:
+        """The tensors that it is going to make live, by their names in the version, where it has them beside the model."""
+        raise InvalidInput("only a commit by swap has the tensors of a version beside the model before it is applied.")
 
     def forget(self) -> None:
         """Let go of all memory. Neither `apply` nor `undo` may follow."""
@@ -184,6 +188,15 @@ class SwapCommit(WholeCommit):
         """What the slots had before."""
         self._new = []
         return super().keep_way_back()
+
+    def incoming(self) -> dict[str, Array]:
+        """The second set of memory."""
+        return seen_by_name(self._plan, self._new)
+
+
+def seen_by_name(plan: Plan, memories: Iterable[object]) -> dict[str, Array]:
+    """The elements of a memory for each landing of a plan, by the name of its tensor."""
+    return {landing.entry.name: landing.slot.seen(memory) for landing, memory in zip(plan.landings, memories, strict=True)}
 
 
 def _same_memory(a: Array, b: Array) -> bool:
