@@ -32,6 +32,8 @@
     ├── NotReady                  a replica that starts, restarts, drains, sleeps or has FAILED takes no requests
     ├── Overloaded                the queue of a replica is full
     ├── ReplicaFailed             a rank of a replica died, hung or could not start
+    ├── FleetUpdateFailed         servers of a fleet could not take a version; says which did and what the others serve
+    ├── ProbeMismatch             an engine does not compute what the version that it serves must
     └── ClearIncomplete           memory that clear() should have freed is still referenced
 
 Each class has a stable `code`, used by programs where people read the message, and an `exit_code` for the command line:
@@ -83,8 +85,10 @@ from weightcast.errors.kinds import (
 )
 from weightcast.errors.serving import (
     ClearIncomplete,
+    FleetUpdateFailed,
     NotReady,
     Overloaded,
+    ProbeMismatch,
     ReplicaFailed,
     VersionNotServed,
 )
@@ -101,6 +105,7 @@ __all__ = [
     "DeltaCorrupt",
     "DeltaDoesNotFit",
     "DigestMismatch",
+    "FleetUpdateFailed",
     "InvalidInput",
     "ManifestCorrupt",
     "Mismatch",
@@ -110,6 +115,7 @@ __all__ = [
     "Overloaded",
     "PartCorrupt",
     "PickleRefused",
+    "ProbeMismatch",
     "ReceiversLost",
     "ReplicaFailed",
     "SnapshotInvalid",

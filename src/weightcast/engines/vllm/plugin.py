@@ -1,0 +1,26 @@
+"""The entry point of the group `vllm.general_plugins`: vLLM calls it in its front end, its engine core and every worker."""
+
+from __future__ import annotations
+
+import logging
+
+from weightcast.engines.vllm.hooks import BACKEND, install_core_hooks
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend with both factories of vLLM. Safe to call any number of times."""
+    install_core_hooks()
+    try:
+        from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - older ones have none
+            WeightTransferEngineFactory,
+            WeightTransferTrainerFactory,
+        )
+    except ImportError as error:
+        log.warning("this vLLM has no weight-transfer backends (%s): use --worker-extension-cls, see docs/vllm.md", error)
+        return
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "weightcast.engines.vllm.backend", "WeightcastEngine")
+    if BACKEND not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine(BACKEND, "weightcast.engines.vllm.trainer", "WeightcastTrainer")
