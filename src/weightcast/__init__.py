@@ -21,6 +21,7 @@ from weightcast.worker.states import State
 from weightcast.worker.targets.capture import ModelPart
 
 if TYPE_CHECKING:
+    from weightcast.fleet.vllm_fleet import VllmFleet
     from weightcast.publish.depot_publisher import DepotPublisher
     from weightcast.publish.publication import Publication
     from weightcast.publish.publisher import Publisher
@@ -42,13 +43,20 @@ __all__ = [
     "State",
     "Store",
     "UpdateResult",
+    "VllmFleet",
     "WeightcastError",
     "__version__",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """What publishes from a trainer's memory, by ZeroMQ, which is an extra, or over HTTP, is loaded when it is asked for."""
+    """What publishes from a trainer's memory, by ZeroMQ, which is an extra, or over HTTP, and what drives other engines, is
+    loaded when it is asked for.
+    """
+    if name == "VllmFleet":
+        from weightcast.fleet.vllm_fleet import VllmFleet  # noqa: PLC0415
+
+        return VllmFleet
     if name == "DepotPublisher":
         from weightcast.publish.depot_publisher import DepotPublisher  # noqa: PLC0415
 

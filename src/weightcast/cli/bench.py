@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from weightcast.bench import engine_bench, fanout_bench, ipc_bench, network_bench, pause_bench
+from weightcast.bench import engine_bench, fanout_bench, ipc_bench, network_bench, pause_bench, vllm_bench
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Machine, Report, Row
 from weightcast.cli.bench_network import draw_network_rows, draw_tables
@@ -130,6 +130,22 @@ def ipc(output: str | None, nbytes: int, rounds: int, rivals: bool, seed: int) -
     with _status() as say:
         report = ipc_bench.run_ipc_bench(settings, say)
     _show(report, output, _draw_ipc_rows)
+
+
+@bench.command(short_help="Updates of a running vLLM server.")
+@_OUTPUT
+@click.option("--size", "nbytes", type=Size(), default="512MiB", show_default=True, help="Of the model, about.")
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="To take the fastest of.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def vllm(output: str | None, nbytes: int, rounds: int, seed: int) -> None:
+    """Measure full updates and deltas of 1 % of a running `vllm serve`, and how long it says nothing meanwhile.
+
+    Beside them, in the same run, vLLM's own reload_weights from disk. Runs where vLLM is installed beside weightcast.
+    """
+    settings = vllm_bench.VllmSettings(nbytes=nbytes, rounds=rounds, seed=seed)
+    with _status() as say:
+        report = vllm_bench.run_vllm_bench(settings, say)
+    _show(report, output, _draw_vllm_rows)
 
 
 @bench.command(short_help="Versions over a network, beside bare TCP.")
@@ -298,6 +314,26 @@ def _draw_pause_rows(console: Console, report: Report) -> None:
         f"{served['streams']} streams: {served['staging_tokens_per_s']:.0f} tokens/s while staging, "
         f"{served['tokens_per_s']:.0f} without"
     )
+
+
+def _milliseconds(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:.0f}" if row[name] else "-"
+
+
+_VLLM: _Columns = {
+    "update": lambda row: row["kind"],
+    "s": lambda row: f"{row['s']:.2f}",
+    "pause ms": _milliseconds("pause_ms"),
+    "median": _milliseconds("median_pause_ms"),
+    "gap ms": _milliseconds("gap_ms"),
+    "median gap": _milliseconds("median_gap_ms"),
+    "while staging": _milliseconds("staging_gap_ms"),
+    "step ms": _milliseconds("step_ms"),
+}
+
+
+def _draw_vllm_rows(console: Console, report: Report) -> None:
+    draw_tables(console, report, [(_VLLM, report.rows)])
 
 
 _UPDATES: _Columns = {

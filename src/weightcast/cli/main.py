@@ -22,6 +22,7 @@ from weightcast.cli.publish import publish
 from weightcast.cli.serve import serve
 from weightcast.cli.snapshot import snapshot
 from weightcast.cli.store import store
+from weightcast.cli.vllm import vllm
 from weightcast.errors import WeightcastError
 
 
@@ -40,7 +41,7 @@ def cli(verbose: int) -> None:
     logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", force=True)
 
 
-for command in (publish, store, snapshot, depot, model, serve, demo, bench):
+for command in (publish, store, snapshot, depot, model, serve, vllm, demo, bench):
     cli.add_command(command)
 
 

@@ -1,0 +1,1 @@
+"""Driving many engines as one: stage everywhere, then commit everywhere."""
