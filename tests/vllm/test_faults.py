@@ -88,7 +88,7 @@ def test_a_source_that_is_not_there(served):
 def test_a_source_that_dies_or_falls_silent_while_it_is_asked(served, steps, tmp_path, fault):
     with depot(steps, tmp_path) as (process, url):
         os.kill(process.pid, signal.SIGSTOP)
-        served.call("weightcast_stage", source=url, version="other", timeout=4.0)
+        served.call("weightcast_stage", source=url, version="other", timeout=8.0)
         time.sleep(0.5)
         assert statuses(served)[0]["state"] == "STAGING"
         assert served.tokens(PROMPT, 4)  # it serves meanwhile
