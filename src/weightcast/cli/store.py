@@ -9,30 +9,58 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from weightcast.cli.completion import directories
+from weightcast.cli.completion import versions as version_names
+from weightcast.cli.help import Group
 from weightcast.cli.output import emit, json_option, progress, short, size, table
-from weightcast.delta import DeltaReport, inspect
+from weightcast.cli.store_tables import base, delta_facts, describe_delta, diff_row, payload_nbytes, tensor_table, verdict
+from weightcast.delta import inspect
 from weightcast.errors import WeightcastError
 from weightcast.store import layout
-from weightcast.store.compare import TensorDiff, VerifyReport
 from weightcast.store.payload import read_payload
 from weightcast.store.store import Store
-from weightcast.wire.manifest import Manifest
 
-_STORE = click.argument("path", metavar="STORE", type=click.Path(path_type=Path))
+_STORE = click.argument("path", metavar="STORE", type=click.Path(path_type=Path), shell_complete=directories)
 
 
-@click.group()
+@click.group(cls=Group, short_help="Look at the versions of a store, check, compare, fold and prune them.")
 def store() -> None:
-    """Look at the versions of a store, check, compare, fold and prune them."""
+    """Look at the versions of a store, check, compare, fold and prune them.
+
+    STORE is a directory that `weightcast publish`, a trainer's `Store` or a mirroring depot fills. All commands but `fold`,
+    `gc` and `migrate` only read it, and none of them disturbs a publisher or an engine that uses it.
+
+    Exit status:
+      0  done, or nothing wrong
+      1  versions are damaged (verify) or differ (diff), the store is in use, or the storage failed
+      2  the call itself is wrong: no such store or version
+
+    Examples:
+      weightcast store ls /mnt/weights
+      weightcast store verify /mnt/weights step_119
+      weightcast store diff /mnt/weights step_118 step_119
+      weightcast store gc /mnt/weights --keep-last 5 --dry-run
+    """
 
 
 @store.command(short_help="List versions in the order of publication.")
 @_STORE
 @json_option
 def ls(path: Path, as_json: bool) -> None:
-    """List the versions of STORE in the order of publication. * marks the newest."""
+    """List the versions of STORE in the order of publication.
+
+    `*` marks the newest, which engines take unless they are told otherwise, and `!` one whose manifest is damaged. For a
+    delta the base is shown that it leads from, and how large it is beside the whole state.
+
+    Exit status:
+      0  listed, also if versions are damaged: `weightcast store verify` judges them
+      2  no store there
+
+    Examples:
+      weightcast store ls /mnt/weights
+      weightcast store ls /mnt/weights --json | jq -r '.[-1].version'
+    """
     opened = Store(path)
     listings = opened.listings()
     try:
@@ -48,7 +76,7 @@ def ls(path: Path, as_json: bool) -> None:
             "kind": listing.manifest.kind,
             "tensors": len(listing.manifest.tensors),
             "nbytes": listing.manifest.nbytes,
-            "base": _base(listing.manifest),
+            "base": base(listing.manifest),
             "payload_nbytes": listing.manifest.payload.nbytes if listing.manifest.payload else None,
             "created_s": listing.manifest.created_s,
             "root_digest": listing.manifest.root_digest,
@@ -69,7 +97,7 @@ def ls(path: Path, as_json: bool) -> None:
             published = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_s))
             drawn.add_row(
                 "*" if listing.version == newest else "", manifest.version, str(manifest.step), manifest.kind,
-                _base(manifest) or "", str(len(manifest.tensors)), size(manifest.nbytes),
+                base(manifest) or "", str(len(manifest.tensors)), size(manifest.nbytes),
                 size(manifest.payload.nbytes) if manifest.payload else "", published, short(manifest.root_digest),
             )  # fmt: skip
         console.print(drawn if listings else f"no versions in {path}")
@@ -79,10 +107,23 @@ def ls(path: Path, as_json: bool) -> None:
 
 @store.command(short_help="Show what a version holds.")
 @_STORE
-@click.argument("version", required=False)
+@click.argument("version", required=False, shell_complete=version_names)
 @json_option
 def show(path: Path, version: str | None, as_json: bool) -> None:
-    """Show what VERSION of STORE holds (default: the newest). For a delta: what changes, and in which form it is packed."""
+    """Show what VERSION of STORE holds: every tensor with its dtype, shape, size and digest.
+
+    Without VERSION the newest is shown. For a delta: which base it leads from, how much changes, and in which form each
+    tensor is packed. With --json this is the manifest itself.
+
+    Exit status:
+      0  shown
+      1  the manifest or the delta is damaged
+      2  no such store or version
+
+    Examples:
+      weightcast store show /mnt/weights
+      weightcast store show /mnt/weights step_119 --json | jq '.tensors | length'
+    """
     opened = Store(path)
     manifest = opened.manifest(version or opened.newest())
     changes = inspect(read_payload(layout.version_dir(path, manifest.version), manifest)) if manifest.payload else None
@@ -93,53 +134,33 @@ def show(path: Path, version: str | None, as_json: bool) -> None:
         if changes is None:
             console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)} in {len(manifest.parts)} part(s)")
         else:
-            _describe_delta(console, manifest, changes)
+            describe_delta(console, manifest, changes)
         if manifest.files:
             console.print(f"files        {', '.join(file.file for file in manifest.files)}")
-        console.print(_tensor_table(manifest, changes))
+        console.print(tensor_table(manifest, changes))
 
-    extra = {"delta": _delta_facts(changes)} if changes is not None else {}
+    extra = {"delta": delta_facts(changes)} if changes is not None else {}
     emit(as_json, {**msgspec.to_builtins(manifest), **extra}, human)
-
-
-def _describe_delta(console: Console, manifest: Manifest, changes: DeltaReport) -> None:
-    base = f"{manifest.base.version} ({manifest.base.root_digest})" if manifest.base else ""
-    share = changes.nbytes / manifest.nbytes if manifest.nbytes else 0.0
-    console.print(f"base         {base}")
-    console.print(f"tensors      {len(manifest.tensors)}, {size(manifest.nbytes)}")
-    console.print(f"payload      {size(changes.nbytes)}, {share:.3%} of the state, packed as {changes.packing}")
-    console.print(
-        f"changes      {changes.changes}, {changes.density:.4%} of all, {changes.bytes_per_change:.2f} bytes for each"
-    )
-
-
-def _tensor_table(manifest: Manifest, changes: DeltaReport | None) -> Table:
-    columns = ("tensor", "dtype", "shape", "size", *(("form", "changed") if changes else ("part",)), "digest")
-    drawn = table(*columns, right=("size", "part", "changed"))
-    by_name = {tensor.name: tensor for tensor in changes.tensors} if changes else {}
-    for entry in manifest.tensors:
-        found = by_name.get(entry.name)
-        middle = [found.form, f"{found.density:.4%}"] if found else [str(entry.part + 1)]
-        shape = ", ".join(map(str, entry.shape))
-        drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), *middle, entry.digest)
-    for name, holder in manifest.tied.items():
-        drawn.add_row(name, *[""] * (len(columns) - 2), f"= {holder}")
-    return drawn
-
-
-def _delta_facts(changes: DeltaReport) -> dict[str, object]:
-    tensors = [{**asdict(tensor), "density": tensor.density} for tensor in changes.tensors]
-    return {**asdict(changes), "changes": changes.changes, "density": changes.density, "tensors": tensors}
 
 
 @store.command(short_help="Read every byte and compare it with what was published.")
 @_STORE
-@click.argument("versions", metavar="[VERSION]...", nargs=-1)
+@click.argument("versions", metavar="[VERSION]...", nargs=-1, shell_complete=version_names)
 @json_option
 def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
-    """Read every byte of the VERSIONs of STORE (default: all) and compare it with what was published.
+    """Read every byte of the VERSIONs of STORE and compare it with what was published.
 
-    Exit status 1 if anything is wrong; every problem is listed.
+    Without a VERSION all are verified. The digests of parts, of tensors and of the whole state are computed again; a delta
+    is applied to its base and the state that comes out is proved. Every problem is listed, not only the first.
+
+    Exit status:
+      0  every byte is as it was published
+      1  something is wrong
+      2  no such store or version
+
+    Examples:
+      weightcast store verify /mnt/weights
+      weightcast store verify /mnt/weights step_118 step_119 --json
     """
     opened = Store(path)
     listings = {listing.version: listing for listing in opened.listings()}
@@ -150,7 +171,7 @@ def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
 
     def human(console: Console) -> None:
         for report in reports:
-            console.print(_verdict(report))
+            console.print(verdict(report))
             for problem in report.problems:
                 console.print(f"  {problem}")
         if not reports:
@@ -161,21 +182,24 @@ def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _verdict(report: VerifyReport) -> str:
-    if report.ok:
-        return f"{report.version}: ok, {report.tensors} tensors, {size(report.nbytes)}, root {report.root_digest}"
-    return f"{report.version}: DAMAGED, {len(report.problems)} problem(s)"
-
-
 @store.command(short_help="Compare two versions element by element.")
 @_STORE
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", shell_complete=version_names)
+@click.argument("b", shell_complete=version_names)
 @json_option
 def diff(path: Path, a: str, b: str, as_json: bool) -> None:
     """Compare versions A and B of STORE: which tensors differ, in how many elements, and how far.
 
-    Distances are in units in the last place (ULP). Exit status 1 if the versions differ.
+    Distances are in units in the last place (ULP): how many representable numbers lie between the old value and the new.
+    One ULP is the smallest step that a weight can make.
+
+    Exit status:
+      0  the versions are equal, bit for bit
+      1  they differ
+      2  no such store or version
+
+    Examples:
+      weightcast store diff /mnt/weights step_118 step_119
     """
     opened = Store(path)
     with progress("diff", opened.manifest(b).nbytes, as_json=as_json) as advance:
@@ -188,7 +212,7 @@ def diff(path: Path, a: str, b: str, as_json: bool) -> None:
         columns = ("tensor", "what", "changed", "of", "share", "at 1 ULP", "mean ULP", "max ULP")
         drawn = table(*columns, right=columns[2:])
         for tensor in found.tensors:
-            drawn.add_row(*_diff_row(tensor))
+            drawn.add_row(*diff_row(tensor))
         console.print(drawn)
         console.print(f"{len(found.tensors)} tensors differ, {found.same} are equal")
 
@@ -197,33 +221,29 @@ def diff(path: Path, a: str, b: str, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _diff_row(tensor: TensorDiff) -> list[str]:
-    if tensor.kind != "changed":
-        return [tensor.name, f"{tensor.kind} {tensor.before} {tensor.after}".strip(), "", "", "", "", "", ""]
-    return [
-        tensor.name,
-        tensor.before,
-        str(tensor.changed),
-        str(tensor.elements),
-        f"{tensor.changed / tensor.elements:.3%}",
-        f"{tensor.one_ulp / tensor.changed:.1%}",
-        f"{tensor.mean_ulp:.1f}",
-        str(tensor.max_ulp),
-    ]
-
-
 @store.command(short_help="Make a delta version lead from an older base in one step.")
 @_STORE
-@click.argument("version", required=False)
-@click.option("--onto", metavar="BASE", help="The version to lead from (default: the full version it is built on).")
+@click.argument("version", required=False, shell_complete=version_names)
+@click.option(
+    "--onto",
+    metavar="BASE",
+    shell_complete=version_names,
+    help="The version to lead from.  [default: the full version it is built on]",
+)
 @json_option
 def fold(path: Path, version: str | None, onto: str | None, as_json: bool) -> None:
-    """Rewrite the delta VERSION of STORE (default: the newest) so that it leads from an older base in one step.
+    """Rewrite the delta VERSION of STORE so that it leads from an older base in one step.
 
-    Its id, its tensors and its root digest stay. The replaced payload stays too, until gc removes it.
+    Without VERSION the newest is folded. A replica that starts from the base then applies one delta instead of a chain. Its
+    id, its tensors and its root digest stay. The replaced payload stays too, until `gc` removes it.
 
-    \b
-    example:  weightcast store fold /mnt/weights step_119 --onto step_100
+    Exit status:
+      0  folded, or it leads from there in one step already
+      1  the store is in use by a publisher, or a delta of the chain is damaged
+      2  no such store or version, a full version, or a BASE that is not in its chain
+
+    Examples:
+      weightcast store fold /mnt/weights step_119 --onto step_100
     """
     opened = Store(path)
     chosen = version or opened.newest()
@@ -232,31 +252,23 @@ def fold(path: Path, version: str | None, onto: str | None, as_json: bool) -> No
 
     def human(console: Console) -> None:
         if after == before:
-            console.print(f"nothing to fold: {chosen} leads from {_base(after)} in one step")
+            console.print(f"nothing to fold: {chosen} leads from {base(after)} in one step")
         else:
             console.print(
-                f"folded {chosen}: a delta of {size(_payload_nbytes(after))} on {_base(after)}, "
-                f"before of {size(_payload_nbytes(before))} on {_base(before)}"
+                f"folded {chosen}: a delta of {size(payload_nbytes(after))} on {base(after)}, "
+                f"before of {size(payload_nbytes(before))} on {base(before)}"
             )
 
     summary = {
         "version": chosen,
         "folded": after != before,
-        "base": _base(after),
-        "base_before": _base(before),
-        "payload_nbytes": _payload_nbytes(after),
-        "payload_nbytes_before": _payload_nbytes(before),
+        "base": base(after),
+        "base_before": base(before),
+        "payload_nbytes": payload_nbytes(after),
+        "payload_nbytes_before": payload_nbytes(before),
         "root_digest": after.root_digest,
     }
     emit(as_json, summary, human)
-
-
-def _base(manifest: Manifest) -> str | None:
-    return manifest.base.version if manifest.base else None
-
-
-def _payload_nbytes(manifest: Manifest) -> int:
-    return manifest.payload.nbytes if manifest.payload else 0
 
 
 @store.command(short_help="Remove old versions and garbage.")
@@ -265,9 +277,17 @@ def _payload_nbytes(manifest: Manifest) -> int:
     "--keep-last", type=click.IntRange(min=1), default=3, show_default=True, help="Keep this many newest versions."
 )
 @click.option(
-    "--keep-full-every", type=click.IntRange(min=1), help="Also keep a full version at every so many publications."
+    "--keep-full-every",
+    type=click.IntRange(min=1),
+    help="Also keep a full version at every so many publications.  [default: none]",
 )
-@click.option("--protect", multiple=True, metavar="VERSION", help="Keep this version too; may be given several times.")
+@click.option(
+    "--protect",
+    multiple=True,
+    metavar="VERSION",
+    shell_complete=version_names,
+    help="Keep this version too; may be given several times.",
+)
 @click.option("--ignore-receivers", is_flag=True, help="Keep nothing only because a receiver told a depot it serves it.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @json_option
@@ -283,7 +303,16 @@ def gc(
     """Remove old versions of STORE, payloads that a fold replaced, and what interrupted publishes left behind.
 
     The newest version and the bases of kept deltas always stay. So do, for an hour, versions that receivers told a depot
-    of this store they serve.
+    of this store they serve. It says of every version that stays why it does.
+
+    Exit status:
+      0  done
+      1  the store is in use by a publisher, or the storage failed
+      2  no such store
+
+    Examples:
+      weightcast store gc /mnt/weights --keep-last 5 --dry-run
+      weightcast store gc /mnt/weights --keep-last 5 --keep-full-every 100 --protect step_100
     """
     report = Store(path).gc(
         keep_last=keep_last,
@@ -308,7 +337,17 @@ def gc(
 @_STORE
 @json_option
 def migrate(path: Path, as_json: bool) -> None:
-    """Turn the legacy version.txt of STORE (or of a checkpoint directory) into version.yaml."""
+    """Turn the legacy version.txt of STORE, or of a checkpoint directory, into version.yaml.
+
+    Both name the version that a directory holds; version.txt is still read, with a warning.
+
+    Exit status:
+      0  done, or there was no version.txt
+      1  version.txt cannot be read or names no version, or the storage failed
+
+    Examples:
+      weightcast store migrate /mnt/weights
+    """
     found = Store(path).migrate()
 
     def human(console: Console) -> None:

@@ -1,0 +1,201 @@
+"""The tables of `weightcast bench`, but for those of networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from weightcast.bench.report import Machine, Report, Row
+from weightcast.cli.bench_network import draw_tables
+from weightcast.cli.output import size, table
+
+_Columns = dict[str, Callable[[Row], str]]
+
+
+def machine_line(machine: Machine) -> str:
+    """Where figures were taken."""
+    packages = [f"{name} {getattr(machine, name) or '-'}" for name in ("python", "numpy", "numba", "zstandard", "torch")]
+    return f"{machine.cpu}, {machine.cores} cores, {size(machine.memory_nbytes)}; {', '.join(packages)}; {machine.backend}"
+
+
+_SIZES: _Columns = {
+    "weights": lambda row: row["workload"],
+    "codec": lambda row: row["codec"],
+    "changed": lambda row: f"{row['density']:.3%}",
+    "size": lambda row: size(row["nbytes"]),
+    "B/change": lambda row: f"{row['bytes_per_change']:.3f}",
+    "full is": lambda row: f"{row['times_smaller_than_full']:.0f}×",
+    "over order-0": lambda row: f"{row['over_order0']:.3f}",
+    "over exponent bound": lambda row: f"{row['over_exponent_bound']:.3f}",
+    "over loose one": lambda row: f"{row['over_loose_exponent_bound']:.3f}",
+}
+_FOLDS: _Columns = {
+    "weights": lambda row: row["workload"],
+    "steps folded": lambda row: str(row["steps"]),
+    "changed": lambda row: f"{row['density']:.3%}",
+    "size": lambda row: size(row["nbytes"]),
+    "singles": lambda row: size(row["singles_nbytes"]),
+    "over singles": lambda row: f"{row['over_singles']:.3f}",
+}
+_SPEEDS: _Columns = {
+    "weights": lambda row: row["workload"],
+    "operation": lambda row: row["operation"],
+    "ms": lambda row: f"{row['ms']:.1f}",
+    "median ms": lambda row: f"{row['median_ms']:.1f}",
+    "spread": lambda row: f"{row['spread']:.0%}",
+    "GB/s": lambda row: f"{row['gb_per_s']:.2f}",
+    "limit": lambda row: row["limit"],
+    "over limit": lambda row: f"{row['over_limit']:.2f}",
+}
+_WORDS = ("weights", "codec", "operation", "limit")
+
+
+def draw_delta_rows(console: Console, report: Report) -> None:
+    """Sizes, folds and speeds of deltas."""
+    for kind, columns in (("size", _SIZES), ("fold", _FOLDS), ("speed", _SPEEDS)):
+        rows = [row for row in report.rows if row["kind"] == kind]
+        if not rows:
+            continue
+        drawn = table(*columns, right=tuple(name for name in columns if name not in _WORDS))
+        for row in rows:
+            drawn.add_row(*(shown(row) for shown in columns.values()))
+        console.print("")
+        console.print(drawn)
+
+
+_SERVED: _Columns = {
+    "model": lambda row: row["preset"],
+    "ranks": lambda row: str(row["ranks"]),
+    "requests": lambda row: str(row["width"]),
+    "tokens/s": lambda row: f"{row['tokens_per_s']:.0f}",
+    "transformers": lambda row: f"{row['transformers_tokens_per_s']:.0f}",
+    "over it": lambda row: f"{row['over_transformers']:.2f}",
+    "same tokens": lambda row: f"{row['same_tokens']:.2%}",
+}
+
+
+def draw_engine_rows(console: Console, report: Report) -> None:
+    """Tokens per second beside those of transformers."""
+    drawn = table(*_SERVED, right=tuple(name for name in _SERVED if name != "model"))
+    for row in report.rows:
+        drawn.add_row(*(shown(row) for shown in _SERVED.values()))
+    console.print("")
+    console.print(drawn)
+
+
+_PAUSES: _Columns = {
+    "update": lambda row: row["kind"],
+    "rounds": lambda row: str(row["rounds"]),
+    "pause ms": lambda row: f"{row['ms']:.1f}",
+    "median ms": lambda row: f"{row['median_ms']:.1f}",
+    "worst ms": lambda row: f"{row['worst_ms']:.1f}",
+    "staging s": lambda row: f"{row['stage_s']:.2f}",
+    "memory": lambda row: f"{row['risen_shards']:.2f}",
+    "longest gap ms": lambda row: f"{row['longest_gap_ms']:.1f}",
+    "usual gap ms": lambda row: f"{row['usual_gap_ms']:.1f}",
+}
+
+
+def draw_pause_rows(console: Console, report: Report) -> None:
+    """Pauses of each way to commit, beside copies of memory."""
+    of = {row["kind"]: row for row in report.rows}
+    drawn = table(*_PAUSES, right=tuple(name for name in _PAUSES if name != "update"))
+    for row in report.rows:
+        if "stage_s" in row:
+            drawn.add_row(*(shown(row) for shown in _PAUSES.values()))
+    copied, served = of["memcpy"], of["throughput"]
+    console.print("")
+    console.print(drawn)
+    console.print(
+        f"memcpy of a shard: {copied['ms']:.1f} ms, median {copied['median_ms']:.1f} ms, {copied['gb_per_s']:.2f} GB/s each"
+    )
+    console.print(
+        f"{served['streams']} streams: {served['staging_tokens_per_s']:.0f} tokens/s while staging, "
+        f"{served['tokens_per_s']:.0f} without"
+    )
+
+
+def _milliseconds(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]:.0f}" if row[name] else "-"
+
+
+_VLLM: _Columns = {
+    "update": lambda row: row["kind"],
+    "s": lambda row: f"{row['s']:.2f}",
+    "pause ms": _milliseconds("pause_ms"),
+    "median": _milliseconds("median_pause_ms"),
+    "gap ms": _milliseconds("gap_ms"),
+    "median gap": _milliseconds("median_gap_ms"),
+    "while staging": _milliseconds("staging_gap_ms"),
+    "step ms": _milliseconds("step_ms"),
+}
+
+
+def draw_vllm_rows(console: Console, report: Report) -> None:
+    """Updates of vLLM beside its own reload."""
+    draw_tables(console, report, [(_VLLM, report.rows)])
+
+
+_UPDATES: _Columns = {
+    "update": lambda row: row["kind"],
+    "cold s": lambda row: f"{row['cold_s']:.3f}",
+    "s": lambda row: f"{row['s']:.3f}",
+    "median s": lambda row: f"{row['median_s']:.3f}",
+    "two memcpys s": lambda row: f"{row['memcpys_s']:.3f}",
+    "over them": lambda row: f"{row['over_memcpys']:.2f}",
+    "medians": lambda row: f"{row['median_over_memcpys']:.2f}",
+    "by two threads": lambda row: f"{row['over_two_threads']:.2f}",
+    "of one piece": lambda row: f"{row['over_one_piece']:.2f}",
+    "kept s": lambda row: f"{row['publish_s']:.3f}",
+    "noticed s": lambda row: f"{row['noticed_s']:.3f}",
+    "staged s": lambda row: f"{row['stage_s'] + row['verify_s']:.3f}",
+    "committed ms": lambda row: f"{row['commit_s'] * 1e3:.1f}",
+}
+_RIVALS: _Columns = {
+    "rival": lambda row: row["kind"],
+    **{name: _UPDATES[name] for name in ("cold s", "s", "median s", "two memcpys s", "over them")},
+    "ours s": lambda row: f"{row['ours_s']:.3f}",
+    "over ours": lambda row: f"{row['over_ours']:.2f}",
+    "medians": lambda row: f"{row['median_over_ours']:.2f}",
+}
+
+
+def draw_ipc_rows(console: Console, report: Report) -> None:
+    """Updates over ipc://, and rivals."""
+    measured = [row for row in report.rows if "s" in row]
+    ours, rivals = ([row for row in measured if ("over_ours" in row) is rival] for rival in (False, True))
+    draw_tables(console, report, [(_UPDATES, ours), (_RIVALS, rivals)])
+
+
+_FANS: _Columns = {
+    "version to": lambda row: row["kind"],
+    "rounds": lambda row: str(row["rounds"]),
+    "s": lambda row: f"{row['s']:.2f}",
+    "median s": lambda row: f"{row['median_s']:.2f}",
+    "over one host": lambda row: f"{row['over_one']:.3f}",
+    "over the link": lambda row: f"{row['over_link']:.3f}",
+    "publisher sent": lambda row: f"{row['sent_over_version']:.3f} ×",
+}
+
+
+def draw_fanout_rows(console: Console, report: Report) -> None:
+    """A version to one host and to many."""
+    drawn = table(*_FANS, right=tuple(_FANS)[1:])
+    for row in report.rows:
+        drawn.add_row(*(shown(row) for shown in _FANS.values()))
+    console.print("")
+    console.print(drawn)
+
+
+def draw_targets(console: Console, report: Report) -> None:
+    """Which targets are met, and notes."""
+    drawn = table("target", "value", "limit", "", right=("value", "limit"))
+    for name, target in report.targets.items():
+        verdict = "ok" if target.ok else "MISSED" if target.asserted else "missed, not asserted"
+        verdict += f": {target.why}" if target.why and not target.ok else ""
+        drawn.add_row(name, f"{target.value:.3f}", f"{'≤' if target.at == 'most' else '≥'} {target.limit:g}", verdict)
+    console.print("")
+    console.print(drawn)
+    for note in report.notes:
+        console.print(note)
