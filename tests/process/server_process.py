@@ -31,7 +31,7 @@ class ServerProcess:
         self.log = self.tmp_dir.with_name(f"{self.tmp_dir.name}.log")
         self.port_file = self.tmp_dir.with_name(f"{self.tmp_dir.name}.port")
         command = [
-            sys.executable, "-m", "weightcast", "-v", "serve", model_dir, "--served-model-name", "tiny", "--port", 0,
+            sys.executable, "-m", "weightcast", "serve", model_dir, "--served-model-name", "tiny", "--port", 0,
             "--port-file", self.port_file, "--threads", 1, *arguments,
         ]  # fmt: skip
         environ = {**os.environ, "TMPDIR": str(self.tmp_dir), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -255,7 +255,8 @@ async def test_ranks_leave_when_told_and_are_made_to_if_they_do_not(model_dir, h
     async with running(model_dir) as replica:
         pids = replica.status.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    reaped = {record.args[0]: record.args[2] for record in caplog.records if record.msg.startswith("reap")}
+    events = [record.msg for record in caplog.records if record.name.startswith("weightcast.")]
+    reaped = {one.fields["rank"]: one.fields["how"] for one in events if one.name == "rank reaped"}
     assert reaped == {0: "ended with exit code 0", 1: end}
 
 
@@ -311,7 +312,7 @@ async def test_a_stranger_at_the_socket_is_not_listened_to(model_dir, run_root, 
             stranger.setsockopt(zmq.IDENTITY, b"rank-1")
             stranger.connect(front_end_address(run_dir))
             stranger.send(b"anything")
-            await until(lambda: "drop message from b'rank-1'" in caplog.text)
+            await until(lambda: "message dropped  sender=b'rank-1'" in caplog.text)
         assert len(await read(replica.submit(request(1, ECHO)))) == 1
         assert replica.status.restarts == 0
 

@@ -1,7 +1,5 @@
 """`weightcast serve` with two ranks, asked by the official client."""
 
-import ast
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from weightcast.engines.embedded.presets import init_checkpoint
 
 from .server_process import complete, server_process
 
-README = Path(__file__).parents[2] / "README.md"
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
@@ -45,14 +42,6 @@ def test_an_answer_is_the_same_streamed_and_whole(server, client):
     spans = [{"start": 0, "end": 24, "version": version}]
     assert whole.choices[0].weight_versions == chunks[-2].choices[0].weight_versions == spans
     assert client.models.list().data[0].weight_version == version
-
-
-def test_the_example_of_the_readme_runs_as_it_stands(server, capsys):
-    (example,) = re.findall(r"```python\n(from openai.*?)```", README.read_text(), re.DOTALL)
-    assert "http://127.0.0.1:8000" in example
-    exec(compile(example.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
-    (span,) = ast.literal_eval(capsys.readouterr().out)
-    assert span == {"start": 0, "end": 16, "version": server.health()["version"]}
 
 
 def test_a_chat_is_answered_and_streamed(client):

@@ -335,6 +335,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(published):
         *([["store", name, "-h"] for name in ("ls", "show", "verify", "diff", "fold", "gc", "migrate")]),
         *([["snapshot", name, "-h"] for name in ("ls", "check", "write", "convert")]),
         ["demo", "-h"],
+        ["demo", "modes", "-h"],
     ],
     ids=" ".join,
 )
@@ -345,11 +346,11 @@ def test_every_command_explains_itself(run, arguments):
 
 
 def test_the_demo_proves_every_mode_and_refuses_the_damaged_version(run, run_json):
-    status, out, _ = run("demo", "--width", "32")
+    status, out, _ = run("demo", "modes", "--width", "32")
     assert status == 0
     assert out.count("yes") == 7
     assert re.search(r"refused \((digest_mismatch|manifest_corrupt)\)", out)
     assert "unchanged, bit for bit" in out
-    status, report = run_json("demo", "--width", "16")
+    status, report = run_json("demo", "modes", "--width", "16")
     assert status == 0
     assert all(row["proved"] for row in report["rows"])

@@ -381,6 +381,15 @@ def test_weights_are_looked_at_or_told_as_they_were(server):
     refusal(server.http.get("/v1/weights"), 503, "not_ready")
 
 
+def test_weights_are_told_as_they_were_when_a_rank_is_lost_while_it_is_asked(server, monkeypatch):
+    async def lost():
+        raise errors.ReplicaFailed("rank 1 was lost.")
+
+    monkeypatch.setattr(server.engine, "look_at_weights", lost)
+    reply = server.http.get("/v1/weights")
+    assert (reply.status_code, reply.json()["result"]["version"]) == (200, "step_1")
+
+
 def test_weights_can_be_verified(server):
     assert [one["rank"] for one in post(server, "/v1/weights/verify").json()["result"]] == [0, 1]
     assert post(server, "/v1/weights/verify", {"timeout": 5}).status_code == 200

@@ -221,7 +221,7 @@ def test_a_depot_that_is_gone_does_not_hold_up_a_commit(copy, store, caplog):
     with caplog.at_level(logging.WARNING):
         copy.commit(staged)
         copy.close()
-    assert "acknowledge" in caplog.text
+    assert "acknowledgement failed" in caplog.text
     assert bits(bring(copy, store, 0).arrays) == bits(state(0))
 
 

@@ -10,7 +10,7 @@ import weightcast
 
 SRC = Path(weightcast.__file__).parent
 ROOMS = {
-    "errors": -1, "clock": 0,
+    "errors": -1, "clock": 0, "logs": 0,
     "config": 1, "tensors": 1,
     "wire": 2,
     "delta": 3,
@@ -19,7 +19,7 @@ ROOMS = {
     "depot": 6,
     "publish": 7, "worker": 7,
     "engines": 8, "control": 9, "fleet": 10,
-    "bench": 11, "chaos": 11, "demo": 11,
+    "bench": 11, "chaos": 11, "demo": 11, "doctor": 11,
     "cli": 12,
 }  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))

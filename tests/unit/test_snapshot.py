@@ -148,7 +148,7 @@ def test_the_choice_is_logged_in_one_line(tmp_path, caplog):
         find(tmp_path)
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"locate snapshot rank=0 device_id=7 level=2 kind=single files=1 manifest=no dir={tmp_path}"
+        f"snapshot located  rank=0 device_id=7 place=2 kind=single files=1 manifest=no path={tmp_path}"
     )
 
 

@@ -99,7 +99,7 @@ def small_chunks(monkeypatch):
 def reasons(caplog):
     """Why full versions were chosen."""
     caplog.set_level(logging.INFO, logger="weightcast.store.publishing")
-    return lambda: [record.args[1] for record in caplog.records if "chooses=full" in record.msg]
+    return lambda: [record.msg.fields["why"] for record in caplog.records if record.msg.name == "full version chosen"]
 
 
 def test_auto_publishes_a_full_version_then_deltas_and_a_full_one_again_in_time(tmp_path, rng, reasons):
@@ -473,7 +473,7 @@ def test_the_log_tells_kind_size_and_density(store, rng, caplog):
     manifest = store.publish("step_1", states[1])
     (line,) = [record.getMessage() for record in caplog.records if "version=step_1 kind=" in record.getMessage()]
     assert f"kind=delta tensors={len(states[1])}" in line
-    assert f"payload={manifest.payload.nbytes} density=0.0" in line
+    assert f"payload_nbytes={manifest.payload.nbytes} density=0.0" in line
 
 
 @pytest.mark.parametrize("keep", ["store", "memory"])

@@ -5,6 +5,7 @@ Two servers: the one that all tests share, which serves `model_a` again afterwar
 """
 
 import json
+import re
 import threading
 
 import pytest
@@ -92,6 +93,9 @@ def test_a_damaged_version_changes_no_server_and_the_next_one_does(pair, fleet, 
         fleet.update("step_9", damaged)
 
     assert {error.code for error in raised.value.failures.values()} == {"digest_mismatch"}
+    named = [set(re.findall(r"stage failed  update=(fleet-\w+)", server.said(1 << 20))) for server in pair]
+    assert named[0]
+    assert named[0] == named[1]  # the same id at every server
     serve(pair, "step_1", folders["step_1"])
     with pytest.raises(FleetUpdateFailed) as raised:
         fleet.update("step_10", damaged)

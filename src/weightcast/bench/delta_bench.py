@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from weightcast import delta
+from weightcast import delta, logs
 from weightcast.bench.delta_size import FOLDED, FoldRow, SizeRow, fold_rows, size_rows
 from weightcast.bench.delta_speed import APPLY, FIND_TWO_THREADS, SpeedRow, speed_rows
 from weightcast.bench.generated import generated_pair
@@ -17,7 +16,7 @@ from weightcast.bench.trained import OBJECTIVES, Objective, State, adamw_states,
 from weightcast.errors import MissingExtra
 from weightcast.tensors.flat import Array
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 DeltaRow = SizeRow | FoldRow | SpeedRow

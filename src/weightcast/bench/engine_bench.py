@@ -7,7 +7,6 @@ prefix is found in a cache.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.bench.report import Report, Target, this_machine
 from weightcast.bench.served import Client, Tokens, served
 from weightcast.bench.timing import interleaved
 from weightcast.engines.embedded.presets import Preset, init_checkpoint
 from weightcast.errors import MissingExtra
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 

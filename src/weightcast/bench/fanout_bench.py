@@ -6,12 +6,12 @@ all hosts take stands beside what one takes in the same run, and what the publis
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.bench.fanout_hosts import Hosts, Round
 from weightcast.bench.fanout_network import Network, lacking
 from weightcast.bench.ipc_tensors import tensor_shapes
@@ -20,7 +20,7 @@ from weightcast.bench.scratch import ended_in_order, scratch_dir
 from weightcast.bench.timing import Timing
 from weightcast.errors import InvalidInput
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 

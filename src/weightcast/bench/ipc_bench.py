@@ -6,7 +6,6 @@ least, once out of the trainer and once into the engine, by one thread; it is me
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightcast import logs
 from weightcast.bench.ipc_copies import Memcpys
 from weightcast.bench.ipc_rivals import RIVALS, Rival, measure_rival
 from weightcast.bench.ipc_tensors import Model, tensor_shapes
@@ -26,7 +26,7 @@ from weightcast.errors import InvalidInput, MissingExtra, WeightcastError
 if TYPE_CHECKING:
     from weightcast.bench.ipc_updates import Timed, Updates, Way
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 

@@ -6,7 +6,6 @@ what a network can do here, and others who move weights.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import statistics
@@ -15,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from weightcast import logs
 from weightcast.bench.ipc_bench import available_nbytes
 from weightcast.bench.ipc_rivals import Rival
 from weightcast.bench.ipc_tensors import tensor_shapes
@@ -39,7 +39,7 @@ from weightcast.bench.timing import Timing
 from weightcast.errors import InvalidInput, WeightcastError
 from weightcast.tensors.dtypes import DType
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 

@@ -8,7 +8,6 @@ measured right before and after each update whose limit it is, by as many proces
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 import statistics
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightcast import logs
 from weightcast.bench.pause_model import make_versions, model_config
 from weightcast.bench.report import Report, Row, Target, this_machine
 from weightcast.bench.timing import Timing
@@ -27,7 +27,7 @@ from weightcast.errors import MissingExtra
 if TYPE_CHECKING:
     from weightcast.bench.pause_replica import Measured, Sample
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 

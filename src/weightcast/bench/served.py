@@ -57,7 +57,7 @@ class Client:
 def served(model_dir: Path, *, ranks: int, scratch: Path) -> Iterator[int]:
     """`weightcast serve` as a process of its own; gives its port when it is ready."""
     port_file = scratch / f"port-{model_dir.name}-{ranks}"
-    command = [sys.executable, "-m", "weightcast", "serve", str(model_dir), "--ranks", str(ranks), "--port", "0"]
+    command = [sys.executable, "-m", "weightcast", "-q", "serve", str(model_dir), "--ranks", str(ranks), "--port", "0"]
     process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=subprocess.DEVNULL)  # noqa: S603 - our own
     try:
         yield _wait_ready(process, port_file, Deadline.after(START_S))

@@ -7,7 +7,6 @@ sees is measured by a stream of tokens: the longest gap between two of them.
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import time
@@ -18,16 +17,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from weightcast import logs
 from weightcast.bench.pause_model import publish_versions
 from weightcast.bench.report import Report, Row, Target, this_machine
 from weightcast.bench.scratch import ended_in_order, scratch_dir
-from weightcast.bench.vllm_served import TokenStream, vllm_served
+from weightcast.bench.vllm_served import TokenStream, vllm_program, vllm_served
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import InvalidInput, ReplicaFailed
 from weightcast.fleet.vllm_server import VllmServer
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[str], None]
 Kind = Literal["full", "delta", "reload"]
@@ -72,6 +72,7 @@ def run_vllm_bench(settings: VllmSettings, progress: Progress = log.info) -> Rep
     layers = round(settings.nbytes / _LAYER_NBYTES)
     if layers < 1:
         raise InvalidInput(f"a model of {settings.nbytes} bytes is too small: take {_LAYER_NBYTES} or more.")
+    vllm_program()  # before anything is made
     with scratch_dir() as scratch, ended_in_order():
         model, store = scratch / "model", scratch / "store"
         progress("making a model")

@@ -27,12 +27,18 @@ _TOKENS = 16  # short requests: what is computed again after an update is a paus
 _SETTINGS = ("VLLM_SERVER_DEV_MODE=1", "VLLM_CPU_KVCACHE_SPACE=1", "HF_HUB_OFFLINE=1", "VLLM_LOGGING_LEVEL=WARNING")
 
 
-@contextmanager
-def vllm_served(model_dir: Path, scratch: Path) -> Iterator[int]:
-    """A server with our backend; gives its port when it is ready. Its log is in `scratch`."""
+def vllm_program() -> Path:
+    """The program `vllm` of this environment. Raises `MissingExtra` without it."""
     program = Path(sys.executable).with_name("vllm")
     if not program.exists():
         raise MissingExtra("vllm", "vllm", "weightcast bench vllm")
+    return program
+
+
+@contextmanager
+def vllm_served(model_dir: Path, scratch: Path) -> Iterator[int]:
+    """A server with our backend; gives its port when it is ready. Its log is in `scratch`."""
+    program = vllm_program()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
@@ -13,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from weightcast import logs
+from weightcast.cli.completion import directories
+from weightcast.cli.help import Command
 from weightcast.clock import Deadline
 from weightcast.errors import StoreBusy, WeightcastError
 from weightcast.store.catalog import Catalog
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from weightcast.store.acks import Acks
     from weightcast.transports.http.access import Access
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _COUNT = click.IntRange(min=1)
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -31,9 +33,22 @@ _LOOK_S = 0.2
 _LOCK_S = 2.0
 
 
-@click.command(short_help="Serve a store to other hosts over HTTP.")
+_SECTIONS = {
+    "Store": ("--store", "--mirror", "--keep-last", "--keep-full-every"),
+    "HTTP": ("--listen", "--port-file"),
+    "Access": ("--token-file", "--tls-cert", "--tls-key", "--mirror-ca"),
+}
+
+
+@click.command(cls=Command, sections=_SECTIONS, short_help="Serve a store to other hosts over HTTP.")
 @click.option(
-    "--store", "path", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The store that is served."
+    "--store",
+    "path",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    shell_complete=directories,
+    help="The store that is served.",
 )
 @click.option(
     "--listen",
@@ -47,7 +62,7 @@ _LOCK_S = 2.0
 @click.option("--tls-cert", type=_FILE, help="Serve over TLS with this certificate and its chain (PEM).")
 @click.option("--tls-key", type=_FILE, help="The key of --tls-cert (PEM).")
 @click.option("--mirror-ca", type=_FILE, help="Authorities to believe for --mirror https://… instead of this host's (PEM).")
-@click.option("--port-file", type=_FILE, help="Write the port's number here meanwhile.")
+@click.option("--port-file", type=_FILE, help="Write the port's number here while serving.")
 @click.option("--keep-last", type=_COUNT, help="After each new version keep this many.  [default: all; with --mirror 3]")
 @click.option("--keep-full-every", type=_COUNT, help="With --keep-last: also a full version at every so many publications.")
 def depot(
@@ -70,12 +85,16 @@ def depot(
 
     Without --token-file everyone who reaches the port can read all weights.
 
-    \b
-    receivers: weightcast serve ./model --source http://HOST:PORT --follow
-    exit status: 0 ended by a signal
-                 2 the call itself is wrong: a directory, an option, a port in use
-    example:  weightcast depot --store /mnt/weights --listen 0.0.0.0:8300 --token-file token.txt --keep-last 5
-    """  # fmt: skip
+    Exit status:
+      0  ended by a signal
+      1  the storage failed
+      2  the call itself is wrong: a directory, an option, a port in use
+
+    Examples:
+      weightcast depot --store /mnt/weights --listen 0.0.0.0:8300 --token-file token.txt --keep-last 5
+      weightcast depot --store /dev/shm/mirror --listen 0.0.0.0:8300 --mirror http://trainer:8300
+      weightcast serve ./model --source http://trainer:8300 --follow       # a receiver
+    """
     if (tls_cert is None) != (tls_key is None):
         raise click.UsageError("--tls-cert and --tls-key need each other.")
     if keep_full_every is not None and (keep_last is None or mirror):
@@ -103,6 +122,7 @@ def depot(
         server = stack.enter_context(Depot(questions.shelf, listen, token=access.token, tls=tls, acks=acks, routes=routes))
         stack.enter_context(port_told(port_file, server.listening))
         click.echo(f"serving {path} at {server.url}" + (f", mirroring {', '.join(mirror)}" if mirror else ""))
+        log.info("depot started", store=path, url=server.url, mirror=list(mirror), keep_last=keep_last)
         if keep_last is None or mirror:
             stop.wait()
         else:
@@ -129,10 +149,10 @@ def _keep(path: Path, shelf: Shelf, keep_last: int, keep_full_every: int | None,
         try:
             store.gc(keep_last=keep_last, keep_full_every=keep_full_every)
         except StoreBusy as error:  # whoever publishes there: it is tried again
-            log.info("gc store=%s: %s", path, error)
+            log.info("gc postponed", store=path, error=error)
             continue
         except WeightcastError as error:
-            log.warning("gc store=%s: %s", path, error)
+            log.warning("gc failed", store=path, error=error)
         after = newest.version
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import sys
 from collections.abc import Sequence
 
 import click
 
-from weightcast import __version__
+from weightcast import __version__, logs
 from weightcast.cli.bench import bench
+from weightcast.cli.completion import completion
 from weightcast.cli.demo import demo
 from weightcast.cli.depot import depot
+from weightcast.cli.doctor import doctor
+from weightcast.cli.help import Group
 from weightcast.cli.model import model
 from weightcast.cli.publish import publish
 from weightcast.cli.serve import serve
@@ -25,23 +29,63 @@ from weightcast.cli.store import store
 from weightcast.cli.vllm import vllm
 from weightcast.errors import WeightcastError
 
+log = logs.get(__name__)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="weightcast")
-@click.option("-v", "--verbose", count=True, help="Log what happens; twice for every part.")
-def cli(verbose: int) -> None:
+_FAMILIES = {
+    "Publishing": ("publish", "snapshot"),
+    "Moving": ("depot",),
+    "Serving": ("serve", "vllm", "model"),
+    "Checking": ("store", "doctor"),
+    "Measuring": ("demo", "bench"),
+    "Shells": ("completion",),
+}
+_LEVELS = (logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)
+_LONG_RUNNING = ("serve", "depot")  # whoever runs these reads their log: it begins one level lower
+_VERSION = f"%(prog)s, version %(version)s\nPython {platform.python_version()}, {platform.system()} {platform.machine()}"
+
+
+@click.group(
+    cls=Group, families=_FAMILIES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__, prog_name="weightcast", message=_VERSION)
+@click.option("-v", "--verbose", count=True, help="Log what happens; twice for every request and piece.")
+@click.option("-q", "--quiet", count=True, help="Log less: the opposite of -v.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    default="human",
+    show_default=True,
+    help="Of log lines on standard error, one per event: text, or JSON objects (docs/logging.md).",
+)
+@click.pass_context
+def cli(context: click.Context, verbose: int, quiet: int, log_format: str) -> None:
     """Put new weights into running inference engines: whole and verified, or not at all.
 
-    \b
-    exit status: 0 done
-                 1 the call was right and failed, or a check found something wrong
-                 2 the call itself is wrong: an unknown option, version or directory
+    A trainer publishes versions to a store, full or as deltas; engines fetch, verify and commit them while they serve.
+    `weightcast COMMAND --help` explains each command, `weightcast doctor` what this machine lacks.
+
+    Commands log warnings; `serve` and `depot` log each update, version and change of state as well, and with -v each
+    request. A line carries the ids of the request and the update that it belongs to, in every process.
+
+    Exit status:
+      0  done
+      1  the call was right and failed, or a check found something wrong
+      2  the call itself is wrong: an unknown option, version or directory, an extra that is not installed
+
+    Examples:
+      weightcast doctor
+      weightcast publish /mnt/weights step_100 ./checkpoints/100
+      weightcast serve ./checkpoints/100 --source /mnt/weights --follow
+      weightcast depot --store /mnt/weights --listen 0.0.0.0:8300
+
+    Environment:
+      UCX_*  settings of UCX, which nixl:// uses; weightcast itself has no variables of its own
     """
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", force=True)
+    level = 1 + verbose - quiet + (context.invoked_subcommand in _LONG_RUNNING)
+    logs.configure(_LEVELS[max(0, min(level, 3))], as_json=log_format == "json")
 
 
-for command in (publish, store, snapshot, depot, model, serve, vllm, demo, bench):
+for command in (publish, store, snapshot, depot, model, serve, vllm, demo, bench, doctor, completion):
     cli.add_command(command)
 
 
@@ -68,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(error: WeightcastError, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"error": {"code": error.code, "message": str(error)}}, indent=1))
+    elif logs.as_json():
+        log.error("command failed", code=error.code, error=error)
     else:
         click.echo(f"error: {error}", err=True)
 

@@ -7,21 +7,29 @@ from typing import get_args
 
 import click
 
+from weightcast.cli.completion import directories
+from weightcast.cli.help import Group
 from weightcast.cli.output import emit, json_option, size
 from weightcast.engines.embedded.drafts import DRAFT_KINDS, DraftKind, init_draft
 from weightcast.engines.embedded.presets import PRESETS, DtypeName, Preset, init_checkpoint
 
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path), shell_complete=directories)
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which random weights.")
 
 
-@click.group(short_help="Make random checkpoints to run and test with.")
+@click.group(cls=Group, short_help="Make random checkpoints to run and test with.")
 def model() -> None:
-    """Make random checkpoints of the Qwen3 architecture: there is no model hub.
+    """Make random checkpoints of the Qwen3 architecture, to try things with: they need no download.
 
-    \b
-    example:  weightcast model init /tmp/tiny --preset tiny
-              weightcast model draft /tmp/tiny-draft --for /tmp/tiny --kind mtp
+    Exit status:
+      0  written
+      1  the storage failed
+      2  the call itself is wrong: a directory that is not empty, no checkpoint to draft for
+
+    Examples:
+      weightcast model init /tmp/tiny --preset tiny
+      weightcast model draft /tmp/tiny-draft --for /tmp/tiny --kind mtp
+      weightcast serve /tmp/tiny --draft /tmp/tiny-draft
     """
 
 
@@ -43,6 +51,15 @@ def init(directory: Path, preset: Preset, seed: int, untied: bool, dtype: DtypeN
     moe    3 layers, the last two with 8 experts, of which each token visits 2
 
     It loads here and with `transformers`. The same preset and seed always give the same weights.
+
+    Exit status:
+      0  written
+      1  the storage failed
+      2  DIR is not empty
+
+    Examples:
+      weightcast model init /tmp/tiny
+      weightcast model init /tmp/moe --preset moe --seed 7 --dtype bfloat16
     """
     nbytes = init_checkpoint(directory, preset, seed=seed, tied=not untied, dtype=dtype)
     made = {
@@ -77,6 +94,14 @@ def draft(directory: Path, main_dir: Path, kind: DraftKind, noise: float, seed: 
     """Write a draft model for speculative decoding into DIR, which must not exist or be empty.
 
     It is a copy of the main model with some noise, so that it guesses well enough to see drafts accepted and refused.
+
+    Exit status:
+      0  written
+      1  the storage failed
+      2  DIR is not empty, or there is no checkpoint to draft for
+
+    Examples:
+      weightcast model draft /tmp/tiny-draft --for /tmp/tiny --kind mtp
     """
     nbytes = init_draft(directory, main_dir, kind, noise=noise, seed=seed)
     made = {"directory": str(directory), "for": str(main_dir), "kind": kind, "noise": noise, "seed": seed, "nbytes": nbytes}

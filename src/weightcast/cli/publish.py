@@ -8,6 +8,8 @@ from typing import get_args
 import click
 from rich.console import Console
 
+from weightcast.cli.completion import directories
+from weightcast.cli.help import Command
 from weightcast.cli.output import Size, emit, json_option, progress, size
 from weightcast.delta import Packing
 from weightcast.store.checkpoint import Checkpoint
@@ -18,10 +20,16 @@ from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
 _POLICY = DeltaPolicy()
 
 
-@click.command(short_help="Publish a checkpoint directory as a version.")
-@click.argument("store", type=click.Path(path_type=Path))
+_SECTIONS = {
+    "Delta or full": ("--mode", "--full-every", "--max-share", "--packing"),
+    "What is written": ("--step", "--part-size", "--digest"),
+}
+
+
+@click.command(cls=Command, sections=_SECTIONS, short_help="Publish a checkpoint directory as a version.")
+@click.argument("store", type=click.Path(path_type=Path), shell_complete=directories)
 @click.argument("version")
-@click.argument("checkpoint_dir", type=click.Path(path_type=Path))
+@click.argument("checkpoint_dir", type=click.Path(path_type=Path), shell_complete=directories)
 @click.option(
     "--mode",
     type=click.Choice(["full", "delta", "auto"]),
@@ -34,7 +42,7 @@ _POLICY = DeltaPolicy()
     type=click.IntRange(min=1),
     default=_POLICY.full_every,
     show_default=True,
-    help="Of so many versions in a row at least one is full.",
+    help="Versions: of so many in a row at least one is full.",
 )
 @click.option(
     "--max-share",
@@ -50,7 +58,7 @@ _POLICY = DeltaPolicy()
     show_default=True,
     help="How a delta is packed: classes is smaller, gaps is for receivers that hold only slices.",
 )
-@click.option("--step", type=int, help="The training step (default: the number at the end of VERSION).")
+@click.option("--step", type=int, help="The training step.  [default: the number at the end of VERSION]")
 @click.option("--part-size", type=Size(), default=PART_NBYTES, show_default="1GiB", help="Largest size of a part file.")
 @click.option(
     "--digest",
@@ -76,11 +84,22 @@ def publish(
     """Publish the safetensors files of CHECKPOINT_DIR as VERSION of STORE.
 
     The small files beside them (config, tokenizer) come along, so that the version opens as a checkpoint. STORE is created
-    if needed. An interrupted publish leaves the store as it was.
+    if needed. An interrupted publish leaves the store as it was: engines see the whole version, or none of it.
 
-    \b
-    example:  weightcast publish /mnt/weights step_100 ./checkpoints/100
-    """  # fmt: skip
+    Where most weights are as in the newest version, only what changed is written, as a delta on it. VERSION is any name that
+    is not taken; a number at its end is the training step.
+
+    Exit status:
+      0  published
+      1  a version of this name exists, a delta was asked for and is not possible, another process publishes to the
+         store, or the storage failed; the store is as it was
+      2  the call itself is wrong: no checkpoint there
+
+    Examples:
+      weightcast publish /mnt/weights step_100 ./checkpoints/100
+      weightcast publish /mnt/weights step_101 ./checkpoints/101 --mode delta --json
+      weightcast publish /mnt/weights release ./final --mode full --digest blake3
+    """
     total = Checkpoint(checkpoint_dir).nbytes
     policy = DeltaPolicy(full_every=full_every, max_share=max_share, packing=packing)
     with progress(f"publish {version}", total, as_json=as_json) as advance:

@@ -7,25 +7,42 @@ from typing import get_args
 
 import click
 
+from weightcast import logs
+from weightcast.cli.completion import directories
+from weightcast.cli.help import Command
 from weightcast.cli.output import Size
 from weightcast.engines.base import UpdateRequest
 from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts, Graphs
 from weightcast.errors import InvalidInput, MissingExtra
 from weightcast.transports.legacy_config import LegacyConfig
 
+log = logs.get(__name__)
+
 _COUNT = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0, min_open=True)
 _ENGINE = EngineSettings(model_dir="")
 
 
-@click.command(short_help="Serve a model over HTTP, OpenAI-compatible.")
-@click.argument("model_dir", type=click.Path(path_type=Path))
+_SECTIONS = {
+    "Model": ("--ranks", "--device", "--dtype", "--experts", "--graphs", "--threads", "--served-model-name"),
+    "Draft model": ("--draft", "--draft-tokens", "--draft-names"),
+    "Weights": ("--source", "--follow", "--follow-poll", "--rsync-config"),
+    "HTTP": ("--host", "--port", "--port-file"),
+    "Memory and load": ("--kv-cache", "--block-size", "--no-prefix-cache", "--max-length", "--max-batch", "--max-queue"),
+    "Deadlines": ("--heartbeat", "--start-timeout", "--request-timeout", "--drain-timeout"),
+}
+
+
+@click.command(cls=Command, sections=_SECTIONS, short_help="Serve a model over HTTP, OpenAI-compatible.")
+@click.argument("model_dir", type=click.Path(path_type=Path), shell_complete=directories)
 @click.option("--ranks", type=_COUNT, default=_ENGINE.ranks, show_default=True, help="Processes that share the model.")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of this machine's."
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--port-file", type=click.Path(path_type=Path, dir_okay=False), help="Write the port's number here meanwhile.")
+@click.option(
+    "--port-file", type=click.Path(path_type=Path, dir_okay=False), help="Write the port's number here while serving."
+)
 @click.option("--served-model-name", help="What requests call the model.  [default: the name of MODEL_DIR]")
 @click.option("--draft", type=click.Path(path_type=Path), help="Directory of a draft (MTP) model: guesses tokens ahead.")
 @click.option("--draft-tokens", type=_COUNT, default=_ENGINE.draft_tokens, show_default=True, help="Guessed at a time.")
@@ -154,21 +171,27 @@ def serve(
     New weights are put in while it serves: /v1/update_weights fetches, verifies and commits a version on all ranks, or on
     none. An update goes on if its caller goes away; DELETE /v1/updates/ID cancels it.
 
-    \b
-    paths:    POST /v1/completions /v1/chat/completions
-              GET  /v1/models /v1/stats /health /ping /metrics
-    weights:  POST /v1/update_weights
-              GET  /v1/updates/ID   DELETE /v1/updates/ID
-              GET  /v1/weights
-              POST /v1/weights/verify /v1/weights/rollback /v1/weights/recover /v1/weights/digest
-    control:  POST /v1/pause /v1/resume /v1/abort_requests /v1/sleep /v1/wakeup
-              GET  /v1/is_paused
-    legacy:   POST /clear_load_weight /update_model_weight (or GET)
-    exit status: 0 drained after a signal
-                 1 the model could not be loaded or the ranks could not be started
-                 2 the call itself is wrong: a directory, an option, a port in use
-    example:  weightcast serve ./checkpoints/100 --ranks 2 --port 8000 --source /mnt/store --follow
-    """  # fmt: skip
+    Paths:
+      generate  POST /v1/completions /v1/chat/completions
+      look      GET  /v1/models /v1/stats /health /ping /metrics
+      weights   POST /v1/update_weights
+                GET  /v1/updates/ID   DELETE /v1/updates/ID
+                GET  /v1/weights
+                POST /v1/weights/verify /v1/weights/rollback /v1/weights/recover /v1/weights/digest
+      control   POST /v1/pause /v1/resume /v1/abort_requests /v1/sleep /v1/wakeup
+                GET  /v1/is_paused
+      legacy    POST /clear_load_weight /update_model_weight (or GET)
+
+    Exit status:
+      0  drained after a signal
+      1  the model could not be loaded or the ranks could not be started
+      2  the call itself is wrong: a directory, an option, a port in use
+
+    Examples:
+      weightcast serve ./checkpoints/100
+      weightcast serve ./checkpoints/100 --ranks 2 --port 8000 --source /mnt/weights --follow
+      curl -X POST localhost:8000/v1/update_weights -d '{"version": "step_101"}'
+    """
     if follow and source is None:
         raise click.UsageError("--follow needs --source: where new versions come from.")
     if rsync_config is not None and source is None:
@@ -249,7 +272,10 @@ def _configured(source: str, config: str) -> tuple[str, UpdateRequest]:
             raise InvalidInput(f"the legacy configuration {config[1:]} cannot be read: {error}.") from error
     settings = LegacyConfig.parse(config)
     for note in settings.notes:
-        click.echo(f"note: {note}", err=True)
+        if logs.as_json():
+            log.warning("configuration noted", note=note)
+        else:
+            click.echo(f"note: {note}", err=True)
     defaults = UpdateRequest()
     update = UpdateRequest(
         transfer_mode=settings.asked_mode or defaults.transfer_mode,

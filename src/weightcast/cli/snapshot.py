@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from weightcast.cli.completion import directories, versions
+from weightcast.cli.help import Group
 from weightcast.cli.output import Size, emit, json_option, progress, size, table
 from weightcast.errors import InvalidInput
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR, Snapshot, list_snapshots, locate, open_snapshot, write_snapshot
@@ -18,8 +20,8 @@ from weightcast.tensors.flat import Array
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-_STORE = click.argument("store", type=click.Path(path_type=Path))
+_DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path), shell_complete=directories)
+_STORE = click.argument("store", type=click.Path(path_type=Path), shell_complete=directories)
 
 
 def _which(command: Command) -> Command:
@@ -44,16 +46,39 @@ def _where(command: Command) -> Command:
     )(command)
 
 
-@click.group(short_help="List, check, write and convert legacy snapshots.")
+@click.group(cls=Group, short_help="List, check, write and convert legacy snapshots.")
 def snapshot() -> None:
-    """Legacy snapshots: model_state.tp{rank}.{id}[.part{N}].pdparams files."""
+    """Legacy snapshots, one per rank: model_state.tp{rank}.{id}[.part{N}].pdparams files.
+
+    They are read without running anything that is in them: a pickle can build tensors here, and nothing else. Paddle is not
+    needed. docs/snapshots.md has the layout and where files are searched.
+
+    Exit status:
+      0  done
+      1  a file is damaged, or has a name that does not parse (ls)
+      2  the call itself is wrong: no snapshot of this rank and id
+
+    Examples:
+      weightcast snapshot ls ./model
+      weightcast snapshot check ./model --rank 0 --id 0
+      weightcast snapshot convert ./model /mnt/weights step_100 --rank 0 --id 0
+    """
 
 
 @snapshot.command(short_help="List snapshots by rank and device id.")
 @_DIRECTORY
 @json_option
 def ls(directory: Path, as_json: bool) -> None:
-    """List the snapshots in DIR by rank and device id. Exit status 1 if files have names that do not parse."""
+    """List the snapshots in DIR by rank and device id, with their files and sizes. No file is opened.
+
+    Exit status:
+      0  listed
+      1  files have names that do not parse: they are listed, too
+      2  DIR is not a directory
+
+    Examples:
+      weightcast snapshot ls ./model
+    """
     if not directory.is_dir():
         raise InvalidInput(f"{directory} is not a directory.")
     found = list_snapshots(directory)
@@ -88,7 +113,16 @@ def ls(directory: Path, as_json: bool) -> None:
 def check(directory: Path, rank: int, device_id: str, shared_dir: Path, ignore_bad_names: bool, as_json: bool) -> None:
     """Find the snapshot of a rank, read every byte of it and compare it with its manifest.
 
-    Without a manifest beside the files only their structure can be checked, and the answer says so.
+    Without a manifest beside the files only their structure can be checked, and the answer says so. It also says where the
+    files were found: in DIR, or in one of the places that the legacy system searches after it.
+
+    Exit status:
+      0  whole
+      1  damaged
+      2  no such snapshot; all places that were searched are listed
+
+    Examples:
+      weightcast snapshot check ./model --rank 0 --id 0
     """
     opened = _open(directory, rank, device_id, shared_dir, ignore_bad_names)
     with progress("check", opened.nbytes, as_json=as_json) as advance:
@@ -121,18 +155,23 @@ def check(directory: Path, rank: int, device_id: str, shared_dir: Path, ignore_b
 
 @snapshot.command(short_help="Write a version in the legacy layout.")
 @_STORE
-@click.argument("version")
+@click.argument("version", shell_complete=versions)
 @_DIRECTORY
 @_which
-@click.option("--part-size", type=Size(), help="Split into parts of at most this size (default: one file).")
+@click.option("--part-size", type=Size(), help="Split into parts of at most this size.  [default: one file]")
 @json_option
 def write(
     store: Path, version: str, directory: Path, rank: int, device_id: str, part_size: int | None, as_json: bool
 ) -> None:
     """Write VERSION of STORE into DIR as the snapshot of a rank, for systems that read the legacy layout.
 
-    \b
-    example:  weightcast snapshot write /mnt/weights step_100 ./model --rank 0 --id 0 --part-size 1GiB
+    Exit status:
+      0  written
+      1  the version is damaged, or the storage failed
+      2  no such store or version
+
+    Examples:
+      weightcast snapshot write /mnt/weights step_100 ./model --rank 0 --id 0 --part-size 1GiB
     """
     opened = Store(store)
     total = opened.manifest(version).nbytes
@@ -172,10 +211,16 @@ def convert(
 ) -> None:
     """Publish the snapshot of a rank in DIR as VERSION of STORE.
 
-    VERSION defaults to the one recorded in the files, else to the one that version.yaml in DIR names.
+    VERSION defaults to the one recorded in the files, else to the one that version.yaml in DIR names. A full version is
+    written, and proved on the way if the snapshot has a manifest.
 
-    \b
-    example:  weightcast snapshot convert ./model /mnt/weights step_100 --rank 0 --id 0
+    Exit status:
+      0  published
+      1  the snapshot is damaged, a version of this name exists, or the storage failed
+      2  no such snapshot, or another VERSION than the files record
+
+    Examples:
+      weightcast snapshot convert ./model /mnt/weights step_100 --rank 0 --id 0
     """
     opened = _open(directory, rank, device_id, shared_dir, ignore_bad_names)
     chosen = version or opened.version or read_version_file(directory).version

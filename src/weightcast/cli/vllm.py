@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from weightcast.cli.help import Group
 from weightcast.cli.output import emit, json_option, short, table
 from weightcast.errors import WeightcastError
 
@@ -26,9 +27,22 @@ _TOKEN = click.option(
 )
 
 
-@click.group(short_help="Put versions on running vLLM servers.")
+@click.group(cls=Group, short_help="Put versions on running vLLM servers.")
 def vllm() -> None:
-    """Drive servers that run `vllm serve` with weightcast as their weight transfer and VLLM_SERVER_DEV_MODE=1."""
+    """Drive servers that run `vllm serve` with weightcast as their weight transfer and VLLM_SERVER_DEV_MODE=1.
+
+    weightcast must be installed beside vLLM on the servers; here vLLM is not needed. docs/vllm.md has the whole story.
+
+    Exit status:
+      0  all servers did it
+      1  a server failed or did not answer
+      2  the call itself is wrong
+
+    Examples:
+      VLLM_SERVER_DEV_MODE=1 vllm serve ./model --weight-transfer-config '{"backend": "weightcast"}'
+      weightcast vllm update --server http://gen-0:8000 --source file:///mnt/weights
+      weightcast vllm status --server http://gen-0:8000
+    """
 
 
 @vllm.command(short_help="Put a version on all servers.")
@@ -40,9 +54,9 @@ def vllm() -> None:
     type=click.Choice(["keep", "wait", "abort"]),
     help="Stop generating around the commit: requests are kept, waited for, or aborted.  [default: no pause]",
 )
-@click.option("--no-verify", is_flag=True, help="Do not check digests.")
+@click.option("--no-verify", is_flag=True, help="Do not compare digests with the manifest's.  [default: every byte is]")
 @click.option("--probe", is_flag=True, help="Compare what servers compute with the fingerprint in the version's metadata.")
-@click.option("--timeout", type=_SECONDS, default=180.0, show_default=True, metavar="SEC", help="For all of it.")
+@click.option("--timeout", type=_SECONDS, default=180.0, show_default=True, metavar="SEC", help="For all of it, seconds.")
 @_TOKEN
 @json_option
 def update(
@@ -58,14 +72,17 @@ def update(
 ) -> None:
     """Stage a version on all servers, while they serve as before; when all have it, commit it on all.
 
-    If one server cannot stage it, none is changed.
+    If one server cannot stage it, none is changed. SOURCE is opened by the servers, so it must mean the same to all of them.
 
-    \b
-    exit status: 0 all servers serve it
-                 1 a server failed: the message lists all that did, why, and what they serve
-                 2 the call itself is wrong: a version, a source, a URL
-    example:  weightcast vllm update --server http://gen-0:8000 --server http://gen-1:8000 --source file:///mnt/weights
-    """  # fmt: skip
+    Exit status:
+      0  all servers serve it
+      1  a server failed: the message lists all that did, why, and what they serve
+      2  the call itself is wrong: a version, a source, a URL
+
+    Examples:
+      weightcast vllm update --server http://gen-0:8000 --server http://gen-1:8000 --source file:///mnt/weights
+      weightcast vllm update --server http://gen-0:8000 --source http://trainer:8300 --version step_119 --pause keep
+    """
     done = _fleet(servers, token_file).update(
         version, source, pause=pause, verify_checksum=not no_verify, timeout=timeout, probe=probe
     )
@@ -86,17 +103,20 @@ def update(
 
 @vllm.command(short_help="What servers serve and have staged.")
 @_SERVER
-@click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, metavar="SEC", help="For their answers.")
+@click.option("--timeout", type=_SECONDS, default=30.0, show_default=True, metavar="SEC", help="For their answers, seconds.")
 @_TOKEN
 @json_option
 def status(servers: tuple[str, ...], timeout: float, token_file: Path | None, as_json: bool) -> int:
     """What every rank of every server serves, has staged, and what went wrong there the last time.
 
-    \b
-    exit status: 0 all servers answered
-                 1 a server did not, or one of its ranks has FAILED
-                 2 the call itself is wrong
-    """  # fmt: skip
+    Exit status:
+      0  all servers answered
+      1  a server did not, or one of its ranks has FAILED
+      2  the call itself is wrong
+
+    Examples:
+      weightcast vllm status --server http://gen-0:8000 --server http://gen-1:8000 --token-file token.txt
+    """
     told = _fleet(servers, token_file).status(timeout=timeout)
     silent = {url: ranks for url, ranks in told.items() if isinstance(ranks, WeightcastError)}
     answers = {url: ranks for url, ranks in told.items() if not isinstance(ranks, WeightcastError)}

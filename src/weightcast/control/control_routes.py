@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from weightcast import logs
 from weightcast.control.body import NoBody, read_body
 from weightcast.control.control_replies import Reply, failure_content, failure_reply, success_reply
 from weightcast.control.engine import Engine
@@ -21,7 +22,7 @@ from weightcast.control.request_ids import control_id_of
 from weightcast.control.service import Service
 from weightcast.errors import DeadlineExceeded, WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Body = TypeVar("Body", bound=Strict)
 
@@ -86,15 +87,24 @@ def _deprecated(route: Route) -> bool:
 
 def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        ids = {"request_id": control_id_of(request.scope), "update_id": request.path_params.get("update_id")}
+        with logs.bound(**ids):
+            return await answered(request)
+
+    async def answered(request: Request) -> Response:
         began = time.perf_counter()
         response = await _answer(service, route, request)
         if _deprecated(route):
             response.headers["deprecation"] = "true"
         level = logging.DEBUG if route.method == "GET" and not route.legacy else logging.INFO
-        log.log(
-            level, "control method=%s path=%s id=%s status=%d seconds=%.3f",
-            route.method, route.path, control_id_of(request.scope), response.status_code, time.perf_counter() - began,
-        )  # fmt: skip
+        log.at(
+            level,
+            "control call answered",
+            method=route.method,
+            path=route.path,
+            status=response.status_code,
+            ms=logs.ms(time.perf_counter() - began),
+        )
         return response
 
     return endpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Coroutine
@@ -11,6 +10,7 @@ from collections.abc import Coroutine
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from weightcast import logs
 from weightcast.control.body import NoBody, disconnected, read_body
 from weightcast.control.choices import Choice, Piece
 from weightcast.control.generation import Generation
@@ -24,7 +24,7 @@ from weightcast.control.shapes import Shape
 from weightcast.control.writers import LAST_WORDS_S, StreamWriter, WholeWriter, Writer, write
 from weightcast.errors import DeadlineExceeded, NotFound, WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _PREFIX = {"completions": "cmpl", "chat": "chatcmpl"}
 
@@ -52,7 +52,7 @@ class Exchange(Response):
                 caller = request_id_of(scope)
                 self._caller_id = caller.value if caller.given else None
                 await self._answer(body, receive, send, record)
-        log.debug("answer endpoint=%s outcome=%s seconds=%.3f", self._endpoint, record.outcome, record.seconds)
+        log.debug("request answered", endpoint=self._endpoint, outcome=record.outcome, ms=logs.ms(record.seconds))
 
     async def _refuse(self, why: NoBody, send: Send) -> None:
         settings = self._service.settings
@@ -139,4 +139,4 @@ async def _say_last(words: Coroutine[None, None, None]) -> None:
         async with asyncio.timeout(LAST_WORDS_S):
             await words
     except TimeoutError:
-        log.warning("drop connection: the client did not read the end of its answer within %.0f s", LAST_WORDS_S)
+        log.warning("connection dropped", why=f"the client did not read the end of its answer within {LAST_WORDS_S:.0f} s")

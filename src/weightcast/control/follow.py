@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import msgspec
 
+from weightcast import logs
 from weightcast.control.engine import Engine
 from weightcast.control.waiting import within
 from weightcast.engines.base import UpdateRequest
 from weightcast.engines.states import TABLE, ReplicaState
 from weightcast.errors import NotReady, UpdateCancelled, UpdateInProgress, WeightcastError, WrongState
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _ASK_S = 30.0  # for the source to tell its newest version
 _SPARE_S = 60.0  # for an update to end, beyond its own deadline
@@ -81,17 +81,17 @@ class Follower:
             begun = self._engine.begin_update(request)
             await within(request.timeout_s + _SPARE_S, f"update {begun.id}", self._engine.finish_update(begun.id))
         except UpdateCancelled:
-            log.info("follow version=%s: cancelled; a newer one is awaited", version)
+            log.info("version skipped", version=version, why="its update was cancelled; a newer one is awaited")
             self._settled = version
         except (UpdateInProgress, WrongState, NotReady) as error:
-            log.debug("follow version=%s: not now: %s", version, error)  # somebody else is at work
+            log.debug("version not taken", version=version, error=error)  # somebody else is at work
         except Exception as error:  # noqa: BLE001 - whatever it is, a later try may do better
             self._failures += 1
             self._failed = version
             self._retry_at = asyncio.get_running_loop().time() + backoff_s(self._poll_s, self._failures)
             self._tell(version, error)
         else:
-            log.info("follow version=%s", version)
+            log.info("version taken", version=version)
             self._settled, self._told = version, None
 
     def _tell(self, version: str, error: Exception) -> None:
@@ -99,7 +99,7 @@ class Follower:
         known = isinstance(error, WeightcastError)
         what = (version, error.code if isinstance(error, WeightcastError) else type(error).__name__)
         if what != self._told:
-            log.warning("follow version=%s failed: %s", version or "?", error, exc_info=None if known else error)
+            log.warning("follow failed", version=version or None, trace=None if known else error, error=error)
         self._told = what
 
 

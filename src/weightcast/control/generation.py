@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
+from weightcast import logs
 from weightcast.control.choices import Choice, Piece
 from weightcast.control.engine import Answer, Engine
 from weightcast.control.plan import Plan
@@ -49,6 +50,7 @@ class Generation:
                 sampling=wanted.sampling,
                 record_routing=self._plan.record_routing,
                 replay=self._plan.replay,
+                request_id=logs.ids().get("request_id", ""),
             )
         )
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weightcast import logs
+
+log = logs.get(__name__)
+
 _KEY = "weightcast.request_id"
-_LONGEST = 256
 
 
 @dataclass
@@ -21,7 +24,7 @@ class RequestId:
 
 
 class RequestIds:
-    """Gives every reply an `x-request-id`."""
+    """Gives every reply an `x-request-id`, which every line that is logged for it carries too. Mistakes of ours end here."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,7 +35,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        usable = 0 < len(given) <= _LONGEST and given.isascii() and given.isprintable()
+        usable = logs.usable_id(given)
         request_id = scope[_KEY] = RequestId(given if usable else uuid.uuid4().hex, usable)
 
         async def send_with_id(message: Message) -> None:
@@ -40,7 +43,11 @@ class RequestIds:
                 MutableHeaders(scope=message)["x-request-id"] = request_id.value
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        with logs.bound(request_id=request_id.value):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:  # the reply was sent, or uvicorn ends the connection
+                log.exception("request crashed", method=scope["method"], path=scope["path"])
 
 
 def request_id_of(scope: Scope) -> RequestId:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,6 +12,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
+from weightcast import logs
 from weightcast.control.app import build_app
 from weightcast.control.engine import Engine
 from weightcast.control.follow import Follower
@@ -22,7 +22,7 @@ from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
 from weightcast.errors import DeadlineExceeded
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _KEEP_ALIVE_S = 75
 _LAST_BYTES_S = 5  # for replies that are being written when the engine has closed
@@ -45,7 +45,13 @@ def serve(make_engine: Callable[[], Engine], tokenizer: Tokenizer, settings: Ser
             await server.run(listening, announce)
 
     with listen(settings.host, settings.port) as listening, port_told(settings.port_file, listening):
-        log.info("listen url=%s", url_of(listening))
+        log.info(
+            "server listening",
+            url=url_of(listening),
+            model=settings.model_name,
+            drain_timeout_s=settings.drain_timeout_s,
+            follow=settings.follow,
+        )
         asyncio.run(run(listening))
 
 
@@ -63,10 +69,10 @@ class Server:
     def stop(self) -> None:
         """Drain, then end. The second time: end now."""
         if not self._stop.is_set():
-            log.info("drain timeout_s=%.0f", self._settings.drain_timeout_s)
+            log.info("server draining", timeout_s=self._settings.drain_timeout_s)
             self._stop.set()
         elif self._hurrying is None:
-            log.warning("abort: asked to stop a second time")
+            log.warning("server aborting", why="it was asked to stop a second time")
             self._http.hurry()
             self._hurrying = asyncio.create_task(self._engine.close(drain_s=0))
 
@@ -79,7 +85,7 @@ class Server:
             await asyncio.wait((starting, stopping, answering), return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and not stopping.done():
                 await starting
-                log.info("serve url=%s version=%s", url_of(listening), self._engine.status.version)
+                log.info("server ready", url=url_of(listening), version=self._engine.status.version)
                 announce(url_of(listening))
                 async with self._following():
                     await asyncio.wait((stopping, answering), return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ from weightcast.control.control_routes import Call, Route
 from weightcast.control.control_schemas import DigestBody, NoFields, UpdateBody, VerifyBody
 from weightcast.control.waiting import within
 from weightcast.engines.base import UpdateRequest, UpdateStatus
-from weightcast.errors import DeadlineExceeded, NotReady
+from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
 
 _LOOK_TIMEOUT_S = 2.0
 _CANCEL_TIMEOUT_S = 60.0
@@ -65,11 +65,11 @@ async def cancel_update(call: Call[NoFields]) -> Reply:
 async def weights(call: Call[NoFields]) -> Reply:
     """What is served: version, root digest, state, since when, and what each rank holds.
 
-    Ranks that cannot be asked now, or are too busy to answer, are shown as they were told last.
+    Ranks that cannot be asked now, are too busy to answer, or are lost meanwhile, are shown as they were told last.
     """
     try:
         return Reply(await within(_LOOK_TIMEOUT_S, "looking at the weights", call.engine.look_at_weights()))
-    except (NotReady, DeadlineExceeded):
+    except (NotReady, ReplicaFailed, DeadlineExceeded):
         return Reply(call.engine.weights)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.delta import Packing, inspect
 from weightcast.depot.exchange import Reply, Request
@@ -28,7 +28,7 @@ from weightcast.tensors.flat import Array
 from weightcast.wire.depot import PIECE_NBYTES, Newest, Offer, PieceDigests
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, encode_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _KEPT_PACKINGS = 256
 _ROOM_NBYTES = 1024  # what an answer takes beside its bytes
@@ -167,7 +167,7 @@ def _made(manifest: Manifest, held: Manifest, packed: bytes, way_nbytes: int) ->
         base=BaseRef(version=held.version, root_digest=held.root_digest),
         payload=FileEntry(file=file, nbytes=len(packed), digest=digest),
     )
-    log.info("catch-up version=%s base=%s payload=%d", manifest.version, held.version, len(packed))
+    log.info("versions folded", version=manifest.version, base=held.version, nbytes=len(packed))
     return CatchUp(encode_manifest(short), file, packed, way_nbytes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import select
 import socket
 import struct
@@ -15,6 +14,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.access import Gate
 from weightcast.depot.exchange import Handler, Reply, Request
@@ -23,19 +23,18 @@ from weightcast.depot.replies import failure, reply_of
 from weightcast.depot.routing import Routes
 from weightcast.errors import WeightcastError
 from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.depot import QUERY_HEADER
+from weightcast.wire.depot import ID_HEADERS, QUERY_HEADER
 
 if TYPE_CHECKING:
     import ssl
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 REQUEST_S = 600.0  # for a handler to work an answer out; sending it takes as long as it takes, if only it goes on
 _LINGER_S = 1.0
 _READ_NBYTES = 64 << 10
 _BODY_NBYTES_PER_S = 100_000  # a body must come at least this fast, after `stall_s`
 _TLS_NBYTES = 256 << 10  # what is sent over TLS at once: a call returns only when all of it was taken, unlike a plain one
-_LONG_S, _LONG_NBYTES = 1.0, 64 << 20  # a request above either is logged
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,22 @@ class Connection:
 
     def run(self) -> None:
         """Serve until the client or the depot ends it."""
+        with logs.bound(client=self.peer):
+            self._run()
+
+    def _run(self) -> None:
         try:
             self._shake_hands()
             while not self._service.closing.is_set() and self._serve_one():
                 pass
         except OSError as error:
             if error.errno == errno.EFAULT:  # the kernel's word for a mapping without a file behind it
-                log.warning("cut client=%s: a file was truncated while it was being sent", self.peer)
+                log.warning("client cut", why="a file was truncated while it was being sent")
             else:
-                log.debug("lost client=%s: %s", self.peer, error)
+                log.debug("client lost", error=error)
             self._abandon()
         except Exception:  # nothing above this would say what went wrong
-            log.exception("cut client=%s", self.peer)
+            log.exception("client cut")
         finally:
             with self._lock:
                 self._socket.close()
@@ -111,11 +114,17 @@ class Connection:
         self.requests += 1
         if isinstance(head, Refusal):
             return self._refuse(None, failure(head.status, head.code, head.message))
-        keeps = self._answer(head)
-        seconds, nbytes = time.monotonic() - began, self.sent_nbytes - sent
-        if seconds >= _LONG_S or nbytes >= _LONG_NBYTES:
-            asked = f"{head.method} {head.path}"
-            log.debug("answer client=%s request=%r nbytes=%d seconds=%.3f", self.peer, asked, nbytes, seconds)
+        given = {name: head.headers.get(header.lower(), "") for name, header in ID_HEADERS.items()}
+        with logs.bound(**given):
+            keeps = self._answer(head)
+            seconds, nbytes = time.monotonic() - began, self.sent_nbytes - sent
+            log.debug(
+                "request answered",
+                method=head.method,
+                path=head.path[:200],
+                nbytes=nbytes,
+                ms=logs.ms(seconds),
+            )
         return keeps
 
     def _read_head(self) -> Head | Refusal | None:
@@ -230,9 +239,9 @@ class Connection:
                 if left == 0:
                     return True
         except WeightcastError as error:
-            log.warning("cut client=%s left=%d: %s", self.peer, left, error)
+            log.warning("client cut", left=left, error=error)
             return False
-        log.error("cut client=%s: its answer was to have %d bytes, not more or less", self.peer, reply.nbytes)
+        log.error("client cut", why=f"its answer was to have {reply.nbytes} bytes, not more or less")
         return False
 
     def _send(self, data: memoryview) -> None:
@@ -263,7 +272,7 @@ def _handled(handler: Handler, request: Request, stack: ExitStack) -> Reply:
     except WeightcastError as error:
         return reply_of(error)
     except Exception:  # a mistake of ours must not end the thread without an answer
-        log.exception("the handler of %s %s failed", request.method, dict(request.path))
+        log.exception("handler crashed", method=request.method, path=list(request.path.values()))
         return failure(500, "error", "the depot could not answer because of a mistake in it; its log says more.")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import Reply, Request, Route
 from weightcast.depot.holding import Holding, Shelf
@@ -18,7 +18,7 @@ from weightcast.errors import InvalidInput, NotFound, VersionNotSet
 from weightcast.tensors.digest import bytes_digest
 from weightcast.wire.depot import PREFIX, Catalogue, file_tag
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 MAX_WAIT_S = 60.0
 BLOCK_NBYTES = 4 << 20  # sent at a time: measured fastest over loopback, and every block is looked at before it is sent
@@ -80,7 +80,7 @@ class FileRoutes:
         tag = f'"{bytes_digest(data)}"'
         if names_tag(request.headers.get("if-none-match", ""), tag, weak=True):
             return Reply(304, headers={"ETag": tag})
-        log.debug("serve version=%s root=%s", holding.manifest.version, holding.manifest.root_digest)
+        log.info("manifest served", version=holding.manifest.version, root=holding.manifest.root_digest)
         return Reply(200, (data,), len(data), {"Content-Type": "application/json", "ETag": tag})
 
     def file(self, request: Request, stack: ExitStack) -> Reply:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.nixl_holds import Holds, Memory
 from weightcast.errors import Conflict, DeadlineExceeded, InvalidInput, NotFound, SourceFailed, UnsupportedTensor
@@ -18,7 +18,7 @@ from weightcast.transports.nixl.agents import Agents
 from weightcast.wire.manifest import Manifest
 from weightcast.wire.nixl import Grant, Region
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class Lease:
@@ -65,10 +65,11 @@ class Lease:
             self._confirmed += 1
             self._changed.notify_all()
 
-    def wait(self, *, receivers: int, deadline: Deadline) -> None:
-        """Wait until so many receivers have read all of it. Raises `DeadlineExceeded` if they do not in time, or if the time
-        of the lease is over before.
+    def wait(self, *, receivers: int = 1, deadline: Deadline | None = None) -> None:
+        """Wait until so many receivers have read all of it. Raises `DeadlineExceeded` if they do not in time (default: that
+        of the lease), or if the time of the lease is over before.
         """
+        deadline = Deadline.after(self.seconds) if deadline is None else deadline
         what = f"lending {self.manifest.version} to {receivers} receiver(s)"
         with self._changed:
             while self._confirmed < receivers:
@@ -89,7 +90,7 @@ class Lease:
         if ended:
             return 0
         lost = self._holds.revoke(self._memory, "the trainer took its tensors back")
-        log.info("lease ended version=%s confirmed=%d cut_off=%d", self.manifest.version, self._confirmed, lost)
+        log.info("lease ended", version=self.manifest.version, confirmed=self._confirmed, cut_off=lost)
         return lost
 
 
@@ -123,7 +124,7 @@ class Leases:
             memory = Memory(self.agents.get(), regions, f"version {version}, lent by its trainer,")
             memory.keep.callback(dict(tensors).clear)  # refers to the tensors until it is called
             lease = self._leases[version] = Lease(manifest, memory, self.holds, seconds)
-        log.info("lend version=%s nbytes=%d seconds=%g", version, memory.nbytes, seconds)
+        log.info("version lent", version=version, nbytes=memory.nbytes, lease_s=seconds)
         return lease
 
     def grant(self, version: str, root_digest: str) -> Grant:

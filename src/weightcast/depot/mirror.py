@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.holding import Holding
 from weightcast.depot.mirror_listening import ANSWER_S, Listening
@@ -39,7 +39,7 @@ from weightcast.transports.http.client import DepotClient
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 KEEP_LAST = 3
 STALL_S = 3.0
@@ -96,6 +96,7 @@ class Mirror:
         self._listening = Listening(self._upstreams, self._catalog, stop=self._stop, poll_s=poll_s)
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
+        log.info("mirror started", store=self.path, urls=list(urls), keep_last=keep_last)
 
     def __enter__(self) -> Self:
         return self
@@ -170,15 +171,20 @@ class Mirror:
             except UpdateCancelled:
                 continue  # it closes
             except Exception as error:
-                log.exception("mirror store=%s", self.path)
+                log.exception("mirror crashed", store=self.path)
                 self._note("mirror", error)  # and go on with what comes next
                 self._stop.wait(_PAUSE_S)
 
     def _take(self, newest: Newest, source: int) -> None:
         """Fetch a version with what it is built on, and make it the newest one here."""
+        with logs.updating("mirror"):
+            self._take_all(newest, source)
+
+    def _take_all(self, newest: Newest, source: int) -> None:
         try:
             make_dir(self.path)
             chain = self._chain(newest, source)
+            log.info("version heard", version=newest.version, url=self._upstreams.all[source].url, missing=len(chain))
             with self._locked():
                 if chain:
                     self._fetch(chain)
@@ -188,7 +194,7 @@ class Mirror:
         except UpdateCancelled:
             raise
         except WeightcastError as error:
-            log.error("mirror version=%s is given up: %s", newest.version, error)
+            log.error("version given up", version=newest.version, error=error)
             self._listening.given_up(newest, error)
             self._note(newest.version, error)
             return
@@ -223,7 +229,7 @@ class Mirror:
         except VersionNotFound:
             return False
         except Corrupt as error:
-            log.warning("mirror version=%s is fetched again: %s", version, error)
+            log.warning("version fetched again", version=version, error=error)
             return False
         if found != root:
             raise Conflict(
@@ -287,10 +293,16 @@ class Mirror:
         fetched_s = time.monotonic() - began
         partial.seal(newest=newest)
         log.info(
-            "mirror version=%s kind=%s nbytes=%d fetched=%s seconds=%.3f sealed_s=%.3f store=%s",
-            manifest.version, manifest.kind, sum(partial.files.values()), fetching.nbytes, fetched_s,
-            time.monotonic() - began - fetched_s, self.path,
-        )  # fmt: skip
+            "version mirrored",
+            version=manifest.version,
+            kind=manifest.kind,
+            nbytes=sum(partial.files.values()),
+            fetched_nbytes=sum(fetching.nbytes.values()),
+            upstreams=len(fetching.nbytes),
+            fetch_ms=logs.ms(fetched_s),
+            seal_ms=logs.ms(time.monotonic() - began - fetched_s),
+            store=self.path,
+        )
 
     def _prune(self) -> None:
         if self._keep_last is not None:

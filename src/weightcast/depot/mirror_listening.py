@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.mirror_upstreams import Upstream, Upstreams
 from weightcast.errors import Corrupt, NotFound, UpdateCancelled, WeightcastError
 from weightcast.store.catalog import Catalog
 from weightcast.wire.depot import Newest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 ANSWER_S = 10.0  # for an upstream to answer a question
 _PAUSE_S = 0.5  # when no upstream answers
@@ -139,6 +139,6 @@ class Listening:
         except UpdateCancelled:
             raise
         except WeightcastError as error:
-            log.debug("upstream url=%s version=%s: %s", upstream.url, newest.version, error)
+            log.debug("upstream failed", url=upstream.url, version=newest.version, error=error)
             return False
         return later or self._has_whole(upstream, now)

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import AccessRefused, InvalidInput, NotFound, SourceFailed, WeightcastError
 from weightcast.wire.depot import Catalogue, Newest, PieceDigests
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 PROBE_S = 2.0  # for an upstream to say what it has
 _REST_S = (0.25, 2.0)  # how long one that failed is left alone: at first, and at most
@@ -117,7 +118,7 @@ class Upstream:
         """It did what it was asked for."""
         with self._lock:
             if self.problem:
-                log.info("upstream url=%s answers again", self.url)
+                log.info("upstream back", url=self.url)
             self._failures, self._rests_until, self._worn_until = 0, 0.0, 0.0
             self.problem, self._starving_since = "", None
             self._lacking, self._lacked = "", 0
@@ -131,7 +132,8 @@ class Upstream:
             rest_s, now = max(short_s, _COSTLY * cost_s), time.monotonic()
             self._failures = min(self._failures + 1, 16)
             self._rests_until, self._worn_until, self._starving_since = now + rest_s, now + short_s, None
-            (log.debug if self.problem else log.warning)("upstream url=%s rests for %.1f s: %s", self.url, rest_s, error)
+            level = logging.DEBUG if self.problem else logging.WARNING
+            log.at(level, "upstream failed", url=self.url, rests_s=round(rest_s, 1), error=error)
             self.problem = str(error)
 
     def blame(self, error: WeightcastError, manifest: Manifest, deadline: Deadline) -> None:

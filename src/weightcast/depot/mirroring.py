@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.mirror_upstreams import Incoming, Upstream, Upstreams
 from weightcast.depot.partial import PartialVersion
@@ -15,7 +15,7 @@ from weightcast.depot.partial_proof import Wrong
 from weightcast.errors import DigestMismatch, PartCorrupt, SourceFailed, StorageFailed, UpdateCancelled, WeightcastError
 from weightcast.wire.depot import PIECE_NBYTES, PieceDigests
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 CONNECTIONS = 4
 GIVE_UP_S = 60.0
@@ -23,6 +23,7 @@ GRACE_S = 2.0
 _TRIES = 2  # for each upstream to give a piece right: a byte may be flipped on the way
 _LOOK_S = 0.05  # how often those who have nothing to fetch look again
 _PAUSE_S = 0.1  # after a failure
+_PROGRESS_S = 5.0  # between two lines about a version that takes long
 _RUN = 8  # pieces that are asked for at once: they come without a pause, and are given on one by one
 _PIECE_S = 60.0
 _QUICK_S = 0.03  # where a piece takes longer, further connections gain nothing, and all pieces would come later
@@ -93,7 +94,7 @@ class Fetching:
         try:
             for number in range(self._connections):
                 name = f"mirror {self._manifest.version} {number}"
-                lane = threading.Thread(target=self._lane, args=(number,), name=name, daemon=True)
+                lane = threading.Thread(target=logs.carried(self._lane), args=(number,), name=name, daemon=True)
                 lane.start()
                 lanes.append(lane)
             self._learn_digests()
@@ -102,7 +103,11 @@ class Fetching:
             self._error = self._error or ours
         finally:
             for lane in lanes:
-                lane.join()  # each of its waits has a deadline
+                lane.join(_PROGRESS_S)
+                while lane.is_alive():  # each of its waits has a deadline
+                    done, total = sum(list(self.nbytes.values())), sum(self._partial.files.values())
+                    log.info("mirror progress", version=self._manifest.version, nbytes=done, total_nbytes=total)
+                    lane.join(_PROGRESS_S)
 
     def _learn_digests(self) -> None:
         """Ask for the digests of file after file, while others already fetch the pieces of the first."""
@@ -145,7 +150,7 @@ class Fetching:
         except WeightcastError as error:
             self._error = self._error or error
         except BaseException as error:  # or the version would never end
-            log.exception("mirror version=%s", self._manifest.version)
+            log.exception("mirror crashed", version=self._manifest.version)
             self._error = self._error or SourceFailed(f"fetching version {self._manifest.version} broke: {error!r}")
 
     def _choose(self, piece: Piece) -> int | None:
@@ -198,14 +203,19 @@ class Fetching:
 
     def _say_wrong(self, piece: Piece, upstream: Upstream) -> None:
         log.warning(
-            "mirror version=%s file=%s: bytes %d to %d came wrong from %s, fetching them again",
-            self._manifest.version, piece.file, piece.start, piece.stop, upstream.url,
-        )  # fmt: skip
+            "piece fetched again",
+            version=self._manifest.version,
+            file=piece.file,
+            start=piece.start,
+            stop=piece.stop,
+            url=upstream.url,
+            why="its bytes came wrong",
+        )
 
     def _blame(self, upstream: Upstream, error: WeightcastError) -> None:
         if self._stop.is_set():
             return
-        log.debug("mirror version=%s upstream=%s: %s", self._manifest.version, upstream.url, error)
+        log.debug("upstream failed", url=upstream.url, version=self._manifest.version, error=error)
         upstream.blame(error, self._manifest, Deadline.after(self._give_up_s))
         self._stop.wait(_PAUSE_S)
 
@@ -252,9 +262,12 @@ class Fetching:
                 digests = self._ask_digests(index, file)
                 if digests is not None and _differ(known, digests, ranges):
                     log.warning(
-                        "mirror version=%s file=%s: %s has other bytes, trying those",
-                        self._manifest.version, file, upstream.url,
-                    )  # fmt: skip
+                        "upstream differs",
+                        url=upstream.url,
+                        version=self._manifest.version,
+                        file=file,
+                        why="it has other bytes, which are tried",
+                    )
                     self._partial.expect(file, digests)
                     news = True
                     break

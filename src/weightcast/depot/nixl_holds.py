@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import uuid4
 
+from weightcast import logs
 from weightcast.errors import SourceFailed
 from weightcast.transports.nixl.agent import Agent
 from weightcast.wire.nixl import Grant, Region, Standing
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 SECONDS = 30.0
 GRACE_S = 10.0
@@ -30,7 +30,7 @@ class Memory:
         self._registration = agent.register([region for some in regions.values() for region in some])
         self.metadata = agent.metadata(self._registration)
         self.uses = 0
-        log.debug("register %s nbytes=%d agent=%s", what, self.nbytes, agent.name)
+        log.debug("memory registered", what=what, nbytes=self.nbytes, agent=agent.name)
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +41,7 @@ class Memory:
         """Nobody uses it any more."""
         self.agent.deregister(self._registration)
         self.keep.close()
-        log.debug("deregister %s agent=%s", self.what, self.agent.name)
+        log.debug("memory deregistered", what=self.what, agent=self.agent.name)
 
 
 @dataclass(eq=False)

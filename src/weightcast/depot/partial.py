@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.partial_file import PartialFile, check_room, remove_strays
 from weightcast.depot.partial_pieces import Piece, Pieces, Run, check_digests
@@ -22,7 +22,7 @@ from weightcast.tensors.flat import Array, from_bytes
 from weightcast.wire.depot import Offer, PieceDigests
 from weightcast.wire.manifest import Manifest, decode_manifest, encode_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TENSOR_WAIT_S = 60.0  # a tensor is asked for without a deadline
 _LOOK_S = 0.3  # how late a reader that waits notices that it was cancelled
@@ -251,4 +251,4 @@ class PartialVersion:
             raise
         self.complete = True
         self.close()
-        log.debug("seal version=%s store=%s seconds=%.3f", manifest.version, self._store, time.monotonic() - began)
+        log.debug("version sealed", version=manifest.version, store=self._store, ms=logs.ms(time.monotonic() - began))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import socket
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.access import Gate
 from weightcast.depot.acks import AckRoutes
@@ -31,7 +31,7 @@ from weightcast.store.acks import Acks
 if TYPE_CHECKING:
     import ssl
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 STALL_S = 30.0
 KEEP_S = 120.0
@@ -93,7 +93,7 @@ class Depot:
         self._hall = _Hall(listening, service, max_connections)
         self._end = weakref.finalize(self, _close, self._hall, os.getpid())
         self._hall.open()
-        log.info("depot url=%s token=%s", self.url, token is not None)
+        log.info("depot listening", url=self.url, token=token is not None, tls=tls is not None)
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +117,10 @@ class Depot:
 
     def close(self) -> None:
         """Stop listening, cut every connection and wait for all threads. Safe twice, and in a child of a fork."""
-        self._end()
+        if self._end.alive:
+            self._end()
+            done = self.stats()
+            log.info("depot closed", requests=done.requests, failures=done.failures, sent_nbytes=done.sent_nbytes)
 
 
 class _Hall:
@@ -149,7 +152,7 @@ class _Hall:
             if thread is not threading.current_thread():
                 thread.join(timeout=deadline.remaining())
             if thread.is_alive():
-                log.warning("close: the answer to client=%s is still being worked out", connection.peer)
+                log.warning("client left", client=connection.peer, why="its answer is still being worked out")
 
     def stats(self) -> DepotStats:
         with self._lock:
@@ -170,7 +173,7 @@ class _Hall:
             except OSError as error:
                 if self._service.closing.is_set():
                     return
-                log.warning("accept: %s", error)
+                log.warning("accept failed", error=error)
                 if error.errno != errno.ECONNABORTED:  # no file descriptor or no memory: time may bring some
                     time.sleep(0.1)
                 continue
@@ -188,7 +191,7 @@ class _Hall:
             try:
                 thread.start()
             except RuntimeError as error:  # the system allows no more threads
-                log.warning("refuse client=%s: %s", peer, error)
+                log.warning("client refused", client=peer, error=error)
                 with self._lock:
                     del self._inside[connection]
                 room = False

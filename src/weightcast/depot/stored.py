@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.mapped import MappedVersion
 from weightcast.errors import (
@@ -32,7 +32,7 @@ from weightcast.store.version_file import TXT_NAME, YAML_NAME
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 POLL_S = 0.05
 KEEP_S = 300.0
@@ -103,7 +103,7 @@ class StoredShelf:
             except VersionNotFound:
                 continue
             except WeightcastError as error:
-                log.warning("offers store=%s leaves out %s: %s", self.path, version, error)
+                log.warning("version left out", store=self.path, version=version, error=error)
         self._offers = found
         return sorted((offer for _, offer in found.values()), key=lambda offer: offer.sequence)
 
@@ -138,11 +138,11 @@ class StoredShelf:
                 manifest = self._catalog.manifest(self._catalog.newest())
                 newest = Newest(manifest.version, manifest.sequence, manifest.root_digest)
             except (VersionNotSet, StoreNotFound) as error:
-                log.debug("newest store=%s: %s", self.path, error)
+                log.debug("no newest version", store=self.path, error=error)
             except WeightcastError as error:
                 trouble = str(error)
                 if trouble != self._trouble:
-                    log.warning("newest store=%s: %s", self.path, error)
+                    log.warning("no newest version", store=self.path, error=error)
             with self._changed:
                 self._seen, self._newest, self._trouble = None if trouble else seen, newest, trouble
                 self._changed.notify_all()
@@ -242,7 +242,7 @@ class StoredShelf:
                 if not one.readers and unused_s >= (self._keep_s if stays else self._linger_s):
                     if self._kept.get(version) is one:
                         del self._kept[version]
-                    log.debug("let go of version=%s store=%s", version, self.path)
+                    log.debug("version let go", version=version, store=self.path)
 
     def close(self) -> None:
         """Let go of everything. What is being read stays readable for whoever reads it. Safe twice."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from weightcast import logs
 from weightcast.errors import WeightcastError
 
 MAX_THREADS = 128
@@ -35,7 +36,7 @@ def on_all(
         return [caught(one) for one in several]
     with ThreadPoolExecutor(min(len(several), MAX_THREADS), thread_name_prefix="fleet") as pool:
         try:
-            return list(pool.map(caught, several))
+            return list(pool.map(logs.carried(caught), several))
         except BaseException:
             if interrupted is not None:
                 interrupted.set()

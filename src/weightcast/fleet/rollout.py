@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.vllm.probe import Fingerprint, compare
 from weightcast.errors import (
@@ -24,7 +24,7 @@ from weightcast.errors import (
 from weightcast.fleet.fan_out import on_all
 from weightcast.fleet.vllm_server import NoSuchMethod, NoSuchRoute, PauseMode, RankStatus, VllmServer
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 ANSWER_S = 30.0  # for what is answered between two steps of an engine; one that takes longer hangs
 CLEAN_UP_S = 15.0  # for what must be done after a failure, when the deadline may be over
@@ -117,7 +117,7 @@ class Rollout:
             if server.world_size(deadline=self._soon()) > 1:
                 raise  # vLLM has read the answer of one worker only, and takes the others' for those to our next calls
             turn.aside = False
-            log.warning("stage version=%s server=%s aside=no: %s", order.version, server.url, error)
+            log.warning("server cannot stage", version=order.version, server=server.url, error=error)
             return
         self._await_staged(server)
         turn.stage_s = time.monotonic() - began
@@ -167,7 +167,7 @@ class Rollout:
             if not turn.aside or not lone:
                 raise
             turn.session = False
-            log.info("commit version=%s server=%s session=no: %s", self._order.version, turn.server.url, error)
+            log.info("no session", version=self._order.version, server=turn.server.url, error=error)
         return turn.session
 
     def _soon(self) -> Deadline:
@@ -178,7 +178,7 @@ class Rollout:
             turn.server.abandon(deadline=Deadline.after(CLEAN_UP_S))
         except WeightcastError as error:
             # It may be the one that is gone: what it staged goes with it, or at its next update.
-            log.warning("abandon version=%s server=%s: %s", self._order.version, turn.server.url, error)
+            log.warning("abandon failed", version=self._order.version, server=turn.server.url, error=error)
 
     # -- the change ---------------------------------------------------------------------------------------------------
 

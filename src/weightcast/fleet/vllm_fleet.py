@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.vllm.probe import Fingerprint, fingerprint_of
 from weightcast.errors import FleetUpdateFailed, InvalidInput, WeightcastError
@@ -25,7 +25,7 @@ from weightcast.wire.manifest import check_version_id
 if TYPE_CHECKING:
     import ssl
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TIMEOUT_S = 180.0
 
@@ -99,6 +99,7 @@ class VllmFleet:
 
     # -- ours ---------------------------------------------------------------------------------------------------------
 
+    @logs.updating("fleet")
     def update(
         self,
         version: str | None,
@@ -139,10 +140,16 @@ class VllmFleet:
             servers=rollout.report(),
         )
         log.info(
-            "update version=%s servers=%d source=%s seconds=%.3f stage_s=%.3f commit_s=%.3f pause=%s probed=%s",
-            wanted, len(update.servers), told, update.seconds, max(one.stage_s for one in update.servers),
-            max(one.commit_s for one in update.servers), pause or "no", update.probed,
-        )  # fmt: skip
+            "servers updated",
+            version=wanted,
+            servers=len(update.servers),
+            source=told,
+            ms=logs.ms(update.seconds),
+            stage_ms=logs.ms(max(one.stage_s for one in update.servers)),
+            commit_ms=logs.ms(max(one.commit_s for one in update.servers)),
+            pause=pause or None,
+            probed=update.probed,
+        )
         return update
 
     def _looked_up(

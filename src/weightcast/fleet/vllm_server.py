@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.vllm.probe import Observed
 from weightcast.errors import AccessRefused, InvalidInput, ReplicaFailed
@@ -176,7 +177,8 @@ class VllmServer:
         deadline: Deadline | None = None,
     ) -> None:
         """Let the workers begin to stage a version in the background. `status` tells how it goes."""
-        wanted = {"version": version, "source": source, "verify_checksum": verify_checksum, "timeout": timeout}
+        wanted: dict[str, object] = {"version": version, "source": source}
+        wanted |= {"verify_checksum": verify_checksum, "timeout": timeout, "update_id": logs.ids().get("update_id", "")}
         self.collective_rpc("weightcast_stage", wanted, deadline=deadline)
 
     def status(self, *, deadline: Deadline | None = None) -> list[RankStatus]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 
+from weightcast import logs
 from weightcast.errors import SourceFailed, VersionNotFound, WeightcastError, WrongState
 from weightcast.publish.desk import Desk, Session
 from weightcast.publish.shelf import Reader, Shelf
@@ -29,7 +29,7 @@ from weightcast.transports.ipc.messages import (
 )
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Clerk:
             case Describe():
                 self._post(session, self._described(message))
             case Open():
-                self._post(session, self._open(session, message))
+                with logs.bound(request_id=message.request_id, update_id=message.update_id):
+                    self._post(session, self._open(session, message))
+                    log.info("transfer begun", pid=session.pid, version=message.version)
             case Ack() if self.stream is not None:
                 self.stream.acknowledge(session, message.epoch, message.sequence)
             case Done():
@@ -195,7 +197,7 @@ class Clerk:
             self.stream.leave(session, why)
 
     def _drop(self, reader: Reader, why: str) -> None:
-        log.warning("drop receiver pid=%d: %s", reader.session.pid, why)
+        log.warning("receiver dropped", pid=reader.session.pid, why=why)
         text = f"the publisher did not keep the version for this receiver: {why}."
         self._post(reader.session, Failure(epoch=reader.epoch, code=SourceFailed.code, message=text))
 

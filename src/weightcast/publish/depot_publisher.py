@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import Reply, Request, Route
 from weightcast.depot.leases import Lease, Leases
@@ -36,7 +36,7 @@ from weightcast.wire.shares import encode_share
 if TYPE_CHECKING:
     import ssl
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TIMEOUT_S = 120.0
 HOLD_S = 60.0
@@ -138,9 +138,15 @@ class DepotPublisher:
                 self._shelf.give_back(slot)
                 raise
         log.info(
-            "publish version=%s rank=%d tensors=%d nbytes=%d seconds=%.3f url=%s",
-            version, self._rank, len(draft.own), draft.nbytes, publication.copy_s, self.url,
-        )  # fmt: skip
+            "published",
+            version=version,
+            kind="full",
+            rank=self._rank,
+            tensors=len(draft.own),
+            nbytes=draft.nbytes,
+            ms=logs.ms(publication.copy_s),
+            url=self.url,
+        )
         return publication
 
     def lend(

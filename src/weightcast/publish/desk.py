@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 import threading
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from weightcast import logs
 from weightcast.errors import MissingExtra, StorageFailed
 from weightcast.transports.ipc.lifeline import Line, Listener, closed_in_children, wanted_memory
 from weightcast.transports.ipc.messages import (
@@ -34,7 +34,7 @@ try:
 except ImportError as error:
     raise MissingExtra("pyzmq", "ipc", "a Publisher") from error
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _GREETED_S = 5.0  # for a receiver to take up its lifeline
 _LINGER_MS = 1000  # for last messages to be delivered
@@ -180,7 +180,7 @@ class Desk:
             try:
                 message = decode_from_receiver(frames[0])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
-                log.warning("drop message nbytes=%d: %s", sum(map(len, frames)), error)
+                log.warning("message dropped", nbytes=sum(map(len, frames)), error=error)
                 continue
             session = self._sessions.get(identity)
             if isinstance(message, Hello):
@@ -191,7 +191,7 @@ class Desk:
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if not hmac.compare_digest(hello.token.encode(), self._claim.token.encode()):
-            log.warning("refuse receiver pid=%d: wrong token", hello.pid)
+            log.warning("receiver refused", pid=hello.pid, why="wrong token")
             refusal = Failure(code="invalid_input", message="the token is wrong: the publisher gives nothing.")
         elif hello.protocol != PROTOCOL:
             text = f"the publisher speaks protocol {PROTOCOL}, the receiver {hello.protocol}: install one release."
@@ -232,7 +232,7 @@ class Desk:
         for session in self._sessions.values():
             if session.line is None and hmac.compare_digest(session.secret, secret):
                 session.line, call.session = call.line, session
-                log.info("attach receiver pid=%d", session.pid)
+                log.info("receiver attached", pid=session.pid)
                 return call.line.grant(secret)
         return False
 
@@ -244,7 +244,7 @@ class Desk:
             del self._sessions[call.session.identity]
             self._clerk.gone(call.session)
             self._changed.notify_all()
-            log.info("detach receiver pid=%d", call.session.pid)
+            log.info("receiver detached", pid=call.session.pid)
 
     def _drop_silent(self, poller: zmq.Poller) -> None:
         """Forget those that said hello, or called, and then nothing."""
@@ -260,7 +260,7 @@ class Desk:
             try:
                 self._router.send_multipart((identity, encode(message)), zmq.NOBLOCK)
             except zmq.ZMQError as error:  # it is gone, or reads nothing: its lifeline or a deadline tells what to do
-                log.debug("drop message type=%s: %s", type(message).__name__, error)
+                log.debug("message dropped", type=type(message).__name__, error=error)
 
     def _release(self) -> None:
         for call in self._lines.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.holding import Holding
 from weightcast.errors import Conflict, InvalidInput, NotFound, SourceFailed, VersionNotFound, WrongState
@@ -22,7 +22,7 @@ from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest, encode_manifest
 from weightcast.wire.shares import Share
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 QUIET_S = 0.5  # a receiver asks for the next range sooner than this
 _LOOK_S = 0.1
@@ -288,9 +288,11 @@ class MemoryShelf:
                 return
             if now >= until:
                 log.warning(
-                    "cut readers=%d version=%s: they held its memory for %g s, and the next version needs it",
-                    slot.readers, held.manifest.version, self._hold_s,
-                )  # fmt: skip
+                    "readers cut",
+                    readers=slot.readers,
+                    version=held.manifest.version,
+                    why=f"they held its memory for {self._hold_s:g} s, and the next version needs it",
+                )
                 return
             deadline.check(f"waiting for receivers to read {held.manifest.version}")
             self._changed.wait(timeout=max(0.001, min(_LOOK_S, until - now, deadline.remaining())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from msgspec.structs import replace
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import AnyPath, InvalidInput, NotFound, VersionExists, WeightcastError, WrongState
 from weightcast.publish.clerk import Clerk
@@ -31,7 +31,7 @@ from weightcast.transports.ipc.legacy import legacy_path, write_legacy
 from weightcast.transports.ipc.place import Claim, Place
 from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TIMEOUT_S = 120.0
 HOLD_S = 60.0
@@ -104,6 +104,7 @@ class Publisher:
         except BaseException:
             self._end()
             raise
+        log.info("publisher started", url=self.url, rank=rank, ranks=ranks)
 
     def __enter__(self) -> Self:
         return self
@@ -163,9 +164,14 @@ class Publisher:
                 self._clerk.announce(version)
             self._provide(nbytes)
         log.info(
-            "publish version=%s tensors=%d nbytes=%d seconds=%.3f url=%s",
-            version, len(entries), manifest.nbytes, publication.copy_s, self.url,
-        )  # fmt: skip
+            "published",
+            version=version,
+            kind="full",
+            tensors=len(entries),
+            nbytes=manifest.nbytes,
+            ms=logs.ms(publication.copy_s),
+            url=self.url,
+        )
         return publication
 
     def write_legacy(self, directory: AnyPath, device_id: str) -> Path:
@@ -230,9 +236,15 @@ class Publisher:
                 raise
         stream.publication.copy_s = time.monotonic() - began
         log.info(
-            "stream version=%s tensors=%d nbytes=%d receivers=%d seconds=%.3f url=%s",
-            version, len(stream.manifest.tensors), stream.manifest.nbytes, receivers, stream.publication.copy_s, self.url,
-        )  # fmt: skip
+            "published",
+            version=version,
+            kind="stream",
+            tensors=len(stream.manifest.tensors),
+            nbytes=stream.manifest.nbytes,
+            receivers=receivers,
+            ms=logs.ms(stream.publication.copy_s),
+            url=self.url,
+        )
         return stream.publication
 
     def _announced(
@@ -276,7 +288,9 @@ class Publisher:
         stream = self._clerk.stream
         if stream is not None and stream.ended:
             stream.finish()
-        self._end()
+        if self._end.alive:
+            self._end()
+            log.info("publisher closed", url=self.url)
 
     def _turn(self, version: str) -> _Turn:
         check_version_id(version)
@@ -353,7 +367,7 @@ def _provided(provide: Callable[[int], None], nbytes: int) -> None:
     try:
         provide(nbytes)
     except WeightcastError as error:  # the next publish tries again, and says so
-        log.warning("allocate nbytes=%d: %s", nbytes, error)
+        log.warning("allocation failed", nbytes=nbytes, error=error)
 
 
 def _close(clerk: Clerk, desk: Desk, claim: Claim, changed: threading.Condition, owner: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import WrongState
 from weightcast.publish.desk import Session
@@ -15,7 +15,7 @@ from weightcast.publish.publication import Publication
 from weightcast.transports.ipc.device import Device, Handle, Memory
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _LOOK_S = 0.5
 _SLACK = 4  # a slab that is this many times too large is given up for a new one
@@ -137,7 +137,7 @@ class Shelf:
                 memory.close()
                 raise WrongState("publish", "closed", ["open"])
             self._slabs.insert(0, slab)
-        log.info("allocate memory=%d nbytes=%d seconds=%.3f", slab.handle.id, nbytes, time.monotonic() - began)
+        log.info("memory allocated", memory=slab.handle.id, nbytes=nbytes, ms=logs.ms(time.monotonic() - began))
         return slab
 
     def _wait_for_readers(self, slab: Slab, deadline: Deadline) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, WeightcastError
 from weightcast.store.files import read_small, replace_synced
@@ -18,7 +18,7 @@ from weightcast.wire.depot import Ack, Acknowledged
 from weightcast.wire.manifest import check_version_id, is_digest
 from weightcast.wire.seal import seal, unseal
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 FILE_NAME = "receivers.json"
 TTL_S = 3600.0
@@ -88,7 +88,7 @@ class Acks:
             if not repeats or time.monotonic() - self._written_s >= self._refresh_s:
                 self._unwritten = True
         if not repeats:
-            log.info("receiver name=%s version=%s root=%s", ack.receiver, ack.version or "none", ack.root_digest)
+            log.info("receiver serves", receiver=ack.receiver, version=ack.version or None, root=ack.root_digest)
         self._write()
 
     def standings(self) -> list[Standing]:
@@ -171,7 +171,7 @@ class Acks:
 
     def _complain(self, trouble: str) -> None:
         if trouble != self._trouble:
-            log.warning("%s", trouble)
+            log.warning("receivers file failed", error=trouble)
         self._trouble = trouble
 
 

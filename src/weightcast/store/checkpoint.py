@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.errors import InvalidInput, NotFound, PartCorrupt
 from weightcast.store.files import read_small
 from weightcast.store.layout import INDEX, MANIFEST
@@ -18,7 +18,7 @@ from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import is_file_name
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pdparams", ".npz"}
 _NOT_OURS = {INDEX, MANIFEST, YAML_NAME, TXT_NAME}
@@ -65,7 +65,7 @@ class Checkpoint:
             if not path.is_file() or path.suffix in _WEIGHTS or path.name in _NOT_OURS or path.name.endswith(".index.json"):
                 continue
             if not is_file_name(path.name) or path.stat().st_size > _FILE_LIMIT_NBYTES:
-                log.warning("publish skips %s: its name or size is not that of a small file of a checkpoint", path)
+                log.warning("file skipped", path=path, why="its name or size is not that of a small file of a checkpoint")
                 continue
             yield path.name, read_small(path, _FILE_LIMIT_NBYTES)
 

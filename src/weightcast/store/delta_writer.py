@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from weightcast.tensors.digest import Hasher, array_digest
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
-
-log = logging.getLogger(__name__)
 
 Named = tuple[str, object]
 

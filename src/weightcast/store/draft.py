@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from weightcast import logs
 from weightcast.delta import Delta
 from weightcast.errors import InvalidInput, WeightcastError
 from weightcast.store import layout
@@ -26,7 +26,7 @@ from weightcast.wire.manifest import (
     is_file_name,
 )
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Draft:
         """Make the directory, in the place of what an interrupted publish left there."""
         make_dir(layout.versions_dir(self._store))
         if self.directory.is_dir():
-            log.warning("publish version=%s removing what an interrupted publish left in %s", self.version, self.directory)
+            log.warning(
+                "leftovers removed", version=self.version, path=self.directory, why="an interrupted publish left them"
+            )
             remove_dir(self.directory)
         make_dir(self.directory)
 
@@ -108,4 +110,4 @@ class Draft:
             sync_dir(self.directory)
             remove_dir(self.directory)
         except (OSError, WeightcastError) as error:
-            log.warning("abandon version=%s left garbage in %s: %s", self.version, self.directory, error)
+            log.warning("files left", version=self.version, path=self.directory, error=error)

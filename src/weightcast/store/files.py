@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from weightcast import logs
 from weightcast.errors import StorageFailed
 from weightcast.tensors.flat import Buffer
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def put_back(path: Path, before: bytes | None) -> bool:
             else:
                 replace_synced(path, before)
     except StorageFailed as error:
-        log.warning("put back %s: %s", path, error)
+        log.warning("file not put back", path=path, error=error)
     return _contents(path) == before
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, Encoder, MovedState, Packing, State, inspect, pack
 from weightcast.delta.sparse import check_specs
@@ -21,7 +21,7 @@ from weightcast.store.payload import payload_of, read_payload
 from weightcast.tensors.digest import DEFAULT, bytes_digest
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, decode_manifest, encode_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 def fold_version(catalog: Catalog, version: str, onto: str | None, *, threads: int | None = None) -> Manifest:
@@ -36,7 +36,7 @@ def fold_version(catalog: Catalog, version: str, onto: str | None, *, threads: i
         raise InvalidInput(f"version {version} cannot be folded onto {onto}: its bases are {bases}.")
     base, steps = split
     if len(steps) == 1:
-        log.info("fold version=%s base=%s nothing=to_do", version, base.end.version)
+        log.info("nothing to fold", version=version, base=base.end.version)
         return manifest
     with opened_state(catalog.path, base, threads=threads) as state:
         folded = _folded(catalog.path, steps, base, state, threads)
@@ -52,9 +52,14 @@ def fold_version(catalog: Catalog, version: str, onto: str | None, *, threads: i
     replacement = msgspec.structs.replace(manifest, base=ref, payload=payload)
     _replace(directory, replacement, payload.file, packed)
     log.info(
-        "fold version=%s base=%s steps=%d payload=%d was=%d store=%s",
-        version, ref.version, len(steps), payload.nbytes, payload_of(manifest).nbytes, catalog.path,
-    )  # fmt: skip
+        "versions folded",
+        version=version,
+        base=ref.version,
+        steps=len(steps),
+        nbytes=payload.nbytes,
+        before_nbytes=payload_of(manifest).nbytes,
+        store=catalog.path,
+    )
     return replacement
 
 

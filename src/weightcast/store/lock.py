@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import StorageFailed, StoreBusy
 from weightcast.store.files import refusals
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _POLL_S = 0.02
 
@@ -47,7 +47,7 @@ def _acquire(fd: int, path: Path, deadline: Deadline) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise StorageFailed("lock", path, error) from error
-            log.warning("lock path=%s unsupported by the file system: make sure only one process publishes here", path)
+            log.warning("no lock", path=path, why="the file system has none: make sure only one process publishes here")
             return
         else:
             return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.errors import WeightcastError
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -14,7 +14,7 @@ from weightcast.store.files import remove_dir, remove_file, sync_dir
 from weightcast.store.retention import plan_retention
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def prune(
         if not dry_run:
             remove_file(path)
     garbage = unsealed + [_name(catalog.path, path) for path in strays]
-    log.info("gc store=%s removed=%s garbage=%s freed=%d dry_run=%s", catalog.path, removed, garbage, freed, dry_run)
+    log.info("store pruned", store=catalog.path, removed=removed, garbage=garbage, freed_nbytes=freed, dry_run=dry_run)
     return GcReport(removed=removed, garbage=garbage, kept=keep, freed_nbytes=freed, dry_run=dry_run)
 
 
@@ -93,5 +93,5 @@ def _announced(catalog: Catalog) -> str | None:
     try:
         return catalog.newest()
     except WeightcastError as error:
-        log.warning("gc store=%s goes on without a readable version file: %s", catalog.path, error)
+        log.warning("version file unreadable", store=catalog.path, error=error)
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from weightcast import logs
 from weightcast.errors import Conflict, InvalidInput, VersionExists, VersionNotSet, WeightcastError
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -22,7 +22,7 @@ from weightcast.store.writer import FullWriter, NamedTensors
 from weightcast.tensors.digest import Algorithm
 from weightcast.wire.manifest import Manifest, check_version_id
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Mode = Literal["full", "delta", "auto"]
 
@@ -87,10 +87,17 @@ class StorePublisher:
             raise
         self._follow(manifest, contents)
         log.info(
-            "publish version=%s kind=%s tensors=%d nbytes=%d parts=%d payload=%d density=%.6f seconds=%.3f store=%s",
-            version, manifest.kind, len(manifest.tensors), manifest.nbytes, len(manifest.parts),
-            manifest.payload.nbytes if manifest.payload else 0, contents.density, time.monotonic() - started, path,
-        )  # fmt: skip
+            "published",
+            version=version,
+            kind=manifest.kind,
+            tensors=len(manifest.tensors),
+            nbytes=manifest.nbytes,
+            parts=len(manifest.parts),
+            payload_nbytes=manifest.payload.nbytes if manifest.payload else 0,
+            density=round(contents.density, 6),
+            ms=logs.ms(time.monotonic() - started),
+            store=path,
+        )
         return manifest
 
     def _follow(self, manifest: Manifest, contents: Contents) -> None:
@@ -98,7 +105,7 @@ class StorePublisher:
             if contents.delta is not None:
                 self._kept.advance(manifest, contents.delta)
         except MemoryError as error:  # the version is published; what is kept can be read back
-            log.warning("publish version=%s drops what it kept of the last state: %s", manifest.version, error)
+            log.warning("state dropped", version=manifest.version, why="the next delta has to read the store", error=error)
             self._kept.drop()
 
     def _write(self, draft: Draft, request: Request) -> Contents:
@@ -141,7 +148,7 @@ class StorePublisher:
                 f"version {request.version} cannot be published as a delta: {reason}. Nothing was published. Use mode "
                 "'full', or 'auto', which takes a delta where it can."
             ) from cause
-        log.info("publish version=%s chooses=full reason=%r", request.version, reason)
+        log.info("full version chosen", version=request.version, why=reason)
 
     def _write_full(self, draft: Draft, request: Request, tensors: NamedTensors) -> Contents:
         with FullWriter(draft, part_nbytes=request.part_nbytes) as writer:

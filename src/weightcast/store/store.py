@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.delta import Packing
 from weightcast.errors import AnyPath, ManifestCorrupt
@@ -32,7 +32,7 @@ from weightcast.wire.manifest import Manifest
 
 __all__ = ["DeltaPolicy", "GcReport", "Listing", "Mode", "Store"]
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 PART_NBYTES = 1 << 30
 LOCK_TIMEOUT_S = 60.0
@@ -185,7 +185,7 @@ class Store:
         listings = self.listings()
         for listing in listings:
             if listing.error:
-                log.warning("versions store=%s leaves out %s: %s", self.path, listing.version, listing.error)
+                log.warning("version left out", store=self.path, version=listing.version, error=listing.error)
         return [listing.version for listing in listings if listing.manifest]
 
     def listings(self) -> list[Listing]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from weightcast import logs
 from weightcast.errors import VersionFileInvalid, VersionNotSet
 from weightcast.store.files import put_back, read_small, remove_file, replace_synced
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 YAML_NAME = "version.yaml"
 TXT_NAME = "version.txt"
@@ -45,7 +45,7 @@ def read_version_file(directory: Path) -> VersionFile:
     if from_yaml:
         return from_yaml
     if from_txt:
-        log.warning("read %s: version.txt is deprecated; convert it with: weightcast store migrate %s", txt_path, directory)
+        log.warning("deprecated file read", path=txt_path, why=f"convert it with: weightcast store migrate {directory}")
         return from_txt
     raise VersionNotSet(
         f"no version was asked for, and neither {yaml_path} nor {txt_path} exists. Pass a version, or publish one."

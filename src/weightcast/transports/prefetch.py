@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.tensors.flat import Piece, Pieces
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 DEPTH = 2
 _JOIN_S = 5.0
@@ -37,7 +37,7 @@ def prefetched(produce: Callable[[], Pieces], *, deadline: Deadline, what: str, 
     """
     pipe: queue.Queue[Piece | _Ended] = queue.Queue(maxsize=depth)
     stop = threading.Event()
-    thread = threading.Thread(target=_run, args=(produce, pipe, stop), name=f"prefetch {what}", daemon=True)
+    thread = threading.Thread(target=logs.carried(_run), args=(produce, pipe, stop), name=f"prefetch {what}", daemon=True)
     thread.start()
     try:
         while True:
@@ -78,4 +78,4 @@ def _join(thread: threading.Thread, pipe: queue.Queue[Piece | _Ended], what: str
         except queue.Empty:
             continue
     if thread.is_alive():
-        log.warning("prefetch of %s is stuck in a read that does not return; its thread is left behind", what)
+        log.warning("thread left", what=what, why="it is stuck in a read that does not return")

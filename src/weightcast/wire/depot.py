@@ -15,7 +15,8 @@ from weightcast.wire.manifest import Manifest
 PREFIX = "/v1"
 PIECE_NBYTES = 4 << 20  # what a relay checks and passes on at once
 
-# Headers of our own.
+# Headers of our own, and those by which the log lines of both ends can be put together.
+ID_HEADERS = {"request_id": "X-Request-Id", "update_id": "Weightcast-Update-Id"}
 QUERY_HEADER = "Weightcast-Query-Digest"  # of the body of a request: if it was changed on the way, it is another question
 DIGESTS_HEADER = "Weightcast-Digests-Nbytes"  # how many bytes at the end of an answer are digests of those before
 

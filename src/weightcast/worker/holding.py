@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
+from weightcast import logs
 from weightcast.errors import CommitFailed, InvalidInput, NotFound, UpdateFailed, WeightcastError, WrongState
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
@@ -13,7 +13,7 @@ from weightcast.worker.result import UpdateResult, finished
 from weightcast.worker.serving import Entered, Former, Served, StagedUpdate, Stopwatch, Torn
 from weightcast.worker.states import RESTING, Lifecycle, State
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _TORN = "The model holds no whole version and must not be used; update it again from any source, or call recover()."
 
@@ -152,7 +152,7 @@ class Holding:
                 f"the commit of {entered.staged.version} could not be undone ({_named(error)}). {_TORN}"
             ) from error
         self._rest(entered)
-        log.info("revert version=%s rank=%d holds=%s", entered.staged.version, self._rank, self._holds())
+        log.info("commit undone", version=entered.staged.version, rank=self._rank, holds=self._holds())
 
     # -- the ways back -------------------------------------------------------------------------------------------
 
@@ -186,9 +186,11 @@ class Holding:
         self.lifecycle.move("rollback", State.READY)
         commit.forget()
         log.info(
-            "rollback version=%s rank=%d from=%s",
-            served.manifest.version, self._rank, left.manifest.version if left else None,
-        )  # fmt: skip
+            "model rolled back",
+            version=served.manifest.version,
+            rank=self._rank,
+            before=left.manifest.version if left else None,
+        )
         return served.manifest.version
 
     def recover(self, *, alone: bool = False) -> bool:
@@ -208,7 +210,7 @@ class Holding:
             self.lifecycle.move("recover", State.FAILED)
             if not isinstance(error, Exception):
                 raise
-            log.warning("recover rank=%d: what was served before cannot be put back yet: %s", self._rank, error)
+            log.warning("recovery failed", rank=self._rank, why="what was served before cannot be put back yet", error=error)
             return False  # the next try, or an update to a full version, mends it
         self.lifecycle.move("recover", resting)
         return resting is not State.FAILED

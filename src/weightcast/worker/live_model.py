@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import socket
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self, get_args
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import ClearIncomplete, InvalidInput, WeightcastError, WrongState
 from weightcast.tensors.digest import DEFAULT, array_digest, root_digest
@@ -33,7 +33,7 @@ from weightcast.worker.states import LegacyStatus, State
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.capture import capture_parts
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TIMEOUT_S = 180.0
 _ACKNOWLEDGE_S = 2.0
@@ -149,6 +149,7 @@ class LiveModel:
 
     # -- updating in one step ------------------------------------------------------------------------------------
 
+    @logs.updating()
     def update(
         self,
         version: str | None = None,
@@ -174,6 +175,7 @@ class LiveModel:
 
     # -- updating in steps: stage, then commit or abandon ----------------------------------------------------------
 
+    @logs.updating()
     def stage(
         self,
         version: str | None = None,
@@ -270,7 +272,7 @@ class LiveModel:
         held = [slot.spec.name for slot, freed in watched if slot.spec.nbytes and not freed()]
         if held:
             raise ClearIncomplete(held)
-        log.info("clear rank=%d tensors=%d", self.rank, len(watched))
+        log.info("weights cleared", rank=self.rank, tensors=len(watched))
 
     def drop_spare(self) -> None:
         """Let go of the memory that a swap took out of the model, unless `rollback` needs it: the next swap by delta would
@@ -353,7 +355,7 @@ class LiveModel:
         try:
             use, _ = self._kept.open(source, rank=self.rank, ask=tell)
         except WeightcastError as error:
-            log.warning("acknowledge version=%s rank=%d source=%s: %s", manifest.version, self.rank, source, error)
+            log.warning("acknowledgement failed", version=manifest.version, rank=self.rank, source=source, error=error)
         else:
             with use:
                 return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-log = logging.getLogger(__name__)
+from weightcast import logs
+
+log = logs.get(__name__)
 
 CommitMode = Literal["copy", "swap", "inplace", "delta"]
 
@@ -72,9 +73,17 @@ def finished(
 ) -> UpdateResult:
     """The result of an update that began at `started` (monotonic) and has just succeeded. It is logged here."""
     log.info(
-        "update version=%s rank=%d mode=%s tensors=%d nbytes=%d stage_s=%.3f verify_s=%.3f commit_s=%.3f via=%s",
-        version, rank, mode, tensors, nbytes, stage_s, verify_s, commit_s, source,
-    )  # fmt: skip
+        "model updated",
+        version=version,
+        rank=rank,
+        mode=mode,
+        tensors=tensors,
+        nbytes=nbytes,
+        stage_ms=logs.ms(stage_s),
+        verify_ms=logs.ms(verify_s),
+        commit_ms=logs.ms(commit_s),
+        source=source,
+    )
     return UpdateResult(
         version=version, rank=rank, source=source, mode=mode, tensors=tensors, bytes=nbytes,
         stage_s=stage_s, verify_s=verify_s, commit_s=commit_s, total_s=time.monotonic() - started,

@@ -9,13 +9,13 @@ needs to know nothing of slices, fused or transposed layers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, TensorDelta
 from weightcast.delta import slice as slice_delta
@@ -38,7 +38,7 @@ from weightcast.worker.shard_version import ShardVersion
 
 __all__ = ["CutMode", "HeldVersion", "Shape", "ShardVersion", "Shards", "cut"]
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 CutMode = CommitMode | Literal["auto"]
 
@@ -83,10 +83,15 @@ def cut(
     watch = Stopwatch()
     deltas = job.deltas_from_held() if mode != "inplace" else ()
     version = job.by_delta(deltas) if deltas else job.whole(keep=mode != "inplace")
-    log.info(
-        "cut version=%s delta=%s parameters=%d nbytes=%d seconds=%.3f via=%s",
-        manifest.version, version.by_delta, len(shards.held), version.nbytes, watch.lap(), receiver.url,
-    )  # fmt: skip
+    log.debug(
+        "shard fetched",
+        version=manifest.version,
+        delta=version.by_delta,
+        parameters=len(shards.held),
+        nbytes=version.nbytes,
+        ms=logs.ms(watch.lap()),
+        source=receiver.url,
+    )
     return version
 
 

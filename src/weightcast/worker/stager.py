@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed
 from weightcast.transports.base import Provider, Receiver
@@ -24,7 +24,7 @@ from weightcast.worker.serving import Served, Stopwatch
 from weightcast.worker.staging import Staging, provided
 from weightcast.worker.targets.capture import CapturedPart
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Stager:
             prepared = self._from_held(route, plan, mode, served, take_spare)
             if prepared is not None:
                 return prepared
-            log.info("stage version=%s goes by a full version: the model does not hold all of the base", manifest.version)
+            log.info("delta not used", version=manifest.version, why="the model does not hold all of the base")
             route = plan_route(self.receiver, manifest, held=None, deadline=self.deadline)
         elif mode == "inplace":
             return self._streamed(route, plan, served, whole=whole)
@@ -134,7 +134,11 @@ class Stager:
         done: CommitMode = "swap" if mode == "swap" else "copy"
         if done != mode:
             log.info(
-                "stage version=%s mode=%s asked=%s: there is no delta from what the model holds", full.version, done, mode
+                "delta not used",
+                version=full.version,
+                mode=done,
+                asked=mode,
+                why="there is no delta from what the model holds",
             )
         commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified, self.buffers, tick=self.tick)
         commit.prepare(self.deadline)

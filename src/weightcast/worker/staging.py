@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -12,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, DigestMismatch, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.digest import DEFAULT
@@ -30,7 +30,7 @@ from weightcast.worker.hashing import (
 )
 from weightcast.worker.sealing import Expected, shared_digest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,16 @@ class Staging:
             except (DeadlineExceeded, UpdateCancelled):
                 raise
             except WeightcastError as error:  # then it stays wrong, and that is raised
-                log.warning("mend version=%s tensor=%s: %s", manifest.version, name, error)
+                log.warning("mend failed", version=manifest.version, tensor=name, error=error)
                 continue
             again[name] = watched_digest(memory, manifest.algorithm or DEFAULT, check)
             log.warning(
-                "mend version=%s tensor=%s nbytes=%d right=%s",
-                manifest.version, name, sum(nbytes for _, nbytes in ranges), again[name] == entries[name].digest,
-            )  # fmt: skip
+                "tensor mended",
+                version=manifest.version,
+                tensor=name,
+                nbytes=sum(nbytes for _, nbytes in ranges),
+                right=again[name] == entries[name].digest,
+            )
         return again
 
     def seal(self, manifest: Manifest, deadline: Deadline) -> Manifest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import time
 from functools import cache
 from typing import Any, Literal, Protocol, cast
@@ -11,10 +10,11 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast import logs
 from weightcast.delta.lanes import LaneKind, Lanes, Steps
 from weightcast.errors import MissingExtra
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Indices = NDArray[Any]
 Numbers = NDArray[np.uint32]
@@ -96,7 +96,7 @@ def kernels(backend: Backend | None = None) -> Kernels:
     started = time.monotonic()
     from weightcast.delta.kernels import compiled  # noqa: PLC0415 - numba is an extra, and slow to import
 
-    log.info("delta kernels backend=compiled seconds=%.3f", time.monotonic() - started)
+    log.info("kernels compiled", ms=logs.ms(time.monotonic() - started))
     return cast("Kernels", compiled)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -12,7 +11,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-log = logging.getLogger(__name__)
+from weightcast import logs
+
+log = logs.get(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,7 +44,9 @@ def can_cache() -> bool:
     try:
         numba.njit(cache=True)(lambda: None)
     except RuntimeError as error:
-        log.warning("delta kernels are compiled anew in every process, which takes some seconds: %s", error)
+        log.warning(
+            "kernels not kept", why="delta kernels are compiled anew in every process, which takes some seconds", error=error
+        )
         return False
     return True
 

@@ -54,13 +54,17 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A new request, to rank 0. With `replay`, its first tokens go to these experts; it then shares no cached prefix."""
+    """A new request, to rank 0. With `replay`, its first tokens go to these experts; it then shares no cached prefix.
+
+    `request_id` is that of the HTTP request which it is part of, for the log.
+    """
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     record_routing: bool = False
     replay: Routing | None = None
+    request_id: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -191,11 +195,13 @@ Action = (
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To all ranks. Ids count up from 1 within one start of the replica and are executed in that order, each once.
 
-    A repeated id is not executed again: the same acknowledgement is sent.
+    A repeated id is not executed again: the same acknowledgement is sent. `request_id` and `update_id` are for the log.
     """
 
     id: int
     action: Action
+    request_id: str = ""
+    update_id: str = ""
 
 
 ToRank = Submit | Cancel | Command

@@ -79,3 +79,4 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     run_dir: str
     parent_pid: int
     log_level: int = logging.WARNING
+    log_json: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.host.copy import Fits, HostCopy, MakeBuffers, StagedVersion, Wanted
 from weightcast.engines.host.line import Patience, check_user, listen_at, receive, send
@@ -24,7 +24,7 @@ from weightcast.wire.decoding import decode
 from weightcast.wire.host_copy import Lying, StageAsked, StageTold
 from weightcast.wire.manifest import encode_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 MakeCopy = Callable[[MakeBuffers], HostCopy]
 
@@ -94,7 +94,7 @@ class Keeper:
             except OSError as error:
                 if self._ended.is_set():
                     return
-                log.warning("host copy: nobody can be heard: %s", error)  # no descriptors are left, most likely
+                log.warning("host copy deaf", error=error)  # no descriptors are left, most likely
                 time.sleep(_BREATH_S)
                 continue
             self._lines.add(line)
@@ -107,7 +107,7 @@ class Keeper:
                 self._answer(line)
         except (OSError, WeightcastError, msgspec.MsgspecError) as error:
             if not self._ended.is_set():
-                log.warning("host copy: a question was not answered: %s", error)
+                log.warning("host copy question failed", error=error)
         finally:
             self._lines.discard(line)
 
@@ -138,7 +138,7 @@ class Keeper:
         except WeightcastError as error:
             return _Answer(told=StageTold(code=error.code, message=str(error)))
         except Exception as error:
-            log.exception("stage version=%s source=%s for another process", wanted.version, wanted.source)
+            log.exception("stage crashed", version=wanted.version, source=wanted.source)
             message = f"staging {wanted.version} failed and changed nothing: {type(error).__name__}: {error}"
             return _Answer(told=StageTold(code=UpdateFailed.code, message=message))
 

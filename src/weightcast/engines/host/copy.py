@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import traceback
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.host.shared import whole_lines
 from weightcast.errors import (
@@ -34,7 +34,7 @@ from weightcast.worker.live_model import LiveModel
 from weightcast.worker.route import choose_version
 from weightcast.worker.serving import StagedUpdate
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _ACKNOWLEDGE_S = 2.0
 _SLICE_S = 0.1  # between two looks at whether somebody said stop
@@ -259,11 +259,11 @@ class HostCopy:
             except (DeadlineExceeded, UpdateCancelled):
                 raise
             except WeightcastError as missing:
-                log.warning("stage seed=%s: it cannot be the base: %s", self._seed, missing)
+                log.warning("seed failed", seed=self._seed, error=missing)
                 raise error from missing
         shape.live.commit(seeded)
         shape.known = _Known(seeded.manifest, seeded.manifest, proved=True)
-        log.info("stage seed=%s version=%s: the base is what the engine was started with", self._seed, seeded.version)
+        log.info("seed staged", seed=self._seed, version=seeded.version)
         return stage()
 
     @contextmanager
@@ -325,7 +325,10 @@ class HostCopy:
     def _tell(self, source: str, manifest: Manifest) -> None:
         """Tell a source in the background what is served, after what it was told before."""
         self._telling = threading.Thread(
-            target=self._acknowledge, args=(source, manifest, self._telling), name="weightcast-acknowledge", daemon=True
+            target=logs.carried(self._acknowledge),
+            args=(source, manifest, self._telling),
+            name="weightcast-acknowledge",
+            daemon=True,
         )
         self._telling.start()
 
@@ -340,7 +343,7 @@ class HostCopy:
         try:
             use, _ = self._receivers.open(source, rank=0, ask=tell)
         except WeightcastError as error:
-            log.warning("acknowledge version=%s source=%s: %s", manifest.version, source, error)
+            log.warning("acknowledgement failed", version=manifest.version, source=source, error=error)
         else:
             with use:
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
@@ -12,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightcast import logs
 from weightcast.errors import Mismatch
 from weightcast.tensors.bridges.torch_bridge import torch_dtype
 from weightcast.tensors.spec import TensorSpec
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 # They leave a parameter as the loader wrote it. Others pack, quantize or shuffle: then what is loaded has another layout
 # than what is served, and a part of it cannot be loaded alone.
@@ -41,7 +41,9 @@ def find_mismatches(model: nn.Module, tensors: Mapping[str, TensorSpec], *, allo
         twin = _Twin(model)
         whole = twin.refusal(metas)
     except _CannotTellError as error:
-        log.warning("the loader of %s cannot be tried beforehand: %s", type(model).__name__, error.__cause__)
+        log.warning(
+            "loader not tried", model=type(model).__name__, why="it cannot be tried beforehand", error=error.__cause__
+        )
         return []
     if not whole:
         return [] if allow_unwritten else list(twin.unwritten())

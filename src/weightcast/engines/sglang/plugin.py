@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,11 +11,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from weightcast import logs
 from weightcast.engines.sglang.request import FORMAT, LOADER, request_from_url
 from weightcast.engines.sglang.update import bring, forget
 from weightcast.errors import InvalidInput, NotFound, WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Result = tuple[bool, str]
 Original = Callable[..., Any]
@@ -66,10 +66,10 @@ def from_disk(original: Original, updater: object, *args: Any, **kwargs: Any) ->
         if asked.get("recapture_cuda_graph") and getattr(updater, "device", "") == "cuda":
             updater.recapture_cuda_graph()  # type: ignore[attr-defined]
     except WeightcastError as error:
-        log.error("update failed code=%s: %s", error.code, error)
+        log.error("update failed", code=error.code, error=error)
         return False, str(error)
     except Exception as error:
-        log.exception("update failed")
+        log.exception("update crashed")
         return False, f"{type(error).__name__}: {error}"
     return True, message
 
@@ -83,7 +83,7 @@ def from_tensor(original: Original, updater: object, *args: Any, **kwargs: Any) 
     try:
         return cast("Result", original(updater, *args, **kwargs))
     except WeightcastError as error:
-        log.error("update failed code=%s: %s", error.code, error)
+        log.error("update failed", code=error.code, error=error)
         return False, str(error)
 
 
@@ -113,7 +113,7 @@ def _register(method: str, owners: tuple[str, ...], hook: Callable[..., Any]) ->
         try:
             found = hasattr(pkgutil.resolve_name(owner), method)
         except (ImportError, AttributeError) as error:
-            log.debug("no %s here: %s", owner, error)
+            log.debug("hook skipped", owner=owner, error=error)
             continue
         if found:
             target = f"{owner}.{method}"

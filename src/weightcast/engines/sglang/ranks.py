@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,14 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
+from weightcast import logs
 from weightcast.errors import DeadlineExceeded, UpdateFailed
 from weightcast.wire.decoding import decode
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _WORDS_NBYTES = 4096
 
@@ -65,7 +65,7 @@ def tensor_parallel_ranks() -> Ranks:
     try:
         group = get_tp_group()
     except AssertionError as error:  # SGLang's way to say that there is no group
-        log.debug("no ranks to agree with: %s", error)
+        log.debug("no ranks found", error=error)
         return Ranks()
     return Ranks(group.cpu_group)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.host.copy import HostCopy, StagedVersion, Wanted, changed_names
 from weightcast.engines.sglang.dry_run import find_mismatches, is_plain
@@ -27,7 +27,7 @@ from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import TRANSFORMER_GROUPS
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 # Entered around a load: it brings parameters into the layout that can be loaded, and back into the one that is served.
 Session = Callable[[], AbstractContextManager[object]]
@@ -98,9 +98,13 @@ class ModelUpdates:
         self.known = True
         loaded, among = len(ready.names), len(manifest.by_name())
         log.info(
-            "commit version=%s rank=%d tensors=%d of=%d total_s=%.3f",
-            manifest.version, ranks.rank, loaded, among, time.monotonic() - started_s,
-        )  # fmt: skip
+            "update committed",
+            version=manifest.version,
+            rank=ranks.rank,
+            tensors=loaded,
+            among=among,
+            ms=logs.ms(time.monotonic() - started_s),
+        )
         return f"version {manifest.version} is served: {loaded} of its {among} tensors were loaded, the others are the same."
 
     def _ready(self, model: nn.Module, request: Request, load: _Load, ranks: Ranks) -> _Ready:
@@ -196,7 +200,7 @@ class _Load:
             with torch.no_grad():
                 act()
         except Exception as error:
-            log.exception("loading failed rank=%d", self._ranks.rank)
+            log.exception("load crashed", rank=self._ranks.rank)
             problem = f"{type(error).__name__}: {error}"
         try:
             return problems(self._ranks.exchange(Said(problem=problem), self._timeout_s + _GRACE_S))

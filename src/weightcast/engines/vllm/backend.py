@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightcast import logs
 from weightcast.engines.vllm.hooks import install_core_hooks, install_worker_hooks
 from weightcast.engines.vllm.updater import CommitMode
 from weightcast.engines.vllm.workers import checked, make_updater
@@ -27,12 +28,13 @@ class WeightcastInit(WeightTransferInitInfo):
 
 @dataclass
 class WeightcastUpdate(WeightTransferUpdateInfo):
-    """A version (default: the newest of the source) and where to get it."""
+    """A version (default: the newest of the source) and where to get it. Log lines about it carry the `update_id`."""
 
     source: str = ""
     version: str | None = None
     verify_checksum: bool = True
     timeout: float = 180.0
+    update_id: str = ""
 
 
 class WeightcastEngine(WeightTransferEngine[WeightcastInit, WeightcastUpdate]):
@@ -60,7 +62,8 @@ class WeightcastEngine(WeightTransferEngine[WeightcastInit, WeightcastUpdate]):
     def receive_weights(self, update_info: WeightcastUpdate) -> None:
         """Fetch, verify and prepare everything, or raise."""
         info = update_info
-        self.updater.stage(checked(info.source, info.version, info.verify_checksum, info.timeout))
+        with logs.bound(update_id=str(info.update_id)):
+            self.updater.stage(checked(info.source, info.version, info.verify_checksum, info.timeout))
 
     def finish_weight_update(self) -> None:
         """Make the staged version live on every rank, or on none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,9 +14,6 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from weightcast.engines.vllm.layers import MadeLayer
 from weightcast.engines.vllm.layout import Layout
 from weightcast.errors import CommitFailed
-
-log = logging.getLogger(__name__)
-
 
 Breath = Callable[[], object]
 

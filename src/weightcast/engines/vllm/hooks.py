@@ -13,14 +13,14 @@ Each hook does nothing for other backends, and can be installed any number of ti
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from weightcast import logs
 from weightcast.errors import rebuilt
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 BACKEND = "weightcast"
 _MARK = "_weightcast"
@@ -68,7 +68,7 @@ def _starting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def start_weight_update(self: Any) -> None:
         if _ours(self) is not None and self._weight_update_active:
-            log.warning("an update was begun and not finished; it is dropped for another")
+            log.warning("update dropped", why="it was begun and not finished, and another one begins")
             self._weight_update_active = False
         original(self)
 

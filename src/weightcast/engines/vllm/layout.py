@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +12,13 @@ from torch import nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from weightcast import logs
 from weightcast.engines.vllm.skeleton import CopyCounter, Loader, Place, Skeleton
 from weightcast.errors import Mismatch, VersionDoesNotFit
 from weightcast.tensors.bridges.torch_bridge import torch_dtype
 from weightcast.tensors.spec import TensorSpec
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _DETAIL = 200  # loaders like to list all that they know
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,7 +60,7 @@ def learn_layout(model: nn.Module, version: str, specs: Sequence[TensorSpec]) ->
     try:
         run.load(tensors.items())
     except Exception as error:  # noqa: BLE001 - whatever a model's loader says; it is said again for each tensor
-        log.debug("dry run version=%s: %s", version, error)
+        log.debug("dry run failed", version=version, error=error)
         run = _DryRun(model)
         for item in tensors.items():
             try:
@@ -150,7 +150,12 @@ class _DryRun:
         idle = {name: tensor for name, tensor in tensors.items() if name not in self.taken}
         opaque = any(_writes(model, item) for item in idle.items())
         if idle and not opaque:
-            log.info("layout ignored=%s: the model's loader takes nothing from these", ", ".join(sorted(idle)))
+            log.info(
+                "tensors ignored",
+                count=len(idle),
+                names=sorted(idle)[:16],
+                why="the model's loader takes nothing from these",
+            )
         return Layout(
             {layer: frozenset(names) for layer, names in feeds.items()}, self.numel, tuple(self.skeleton.ties),
             ignored=frozenset() if opaque else frozenset(idle), opaque=opaque,
@@ -163,7 +168,7 @@ def _writes(model: nn.Module, item: tuple[str, torch.Tensor]) -> bool:
     try:
         run.load([item])
     except Exception as error:  # noqa: BLE001 - a loader may want the tensor that this one is tied to
-        log.debug("layout name=%s does not come alone: %s", item[0], error)
+        log.debug("tensor not loaded alone", tensor=item[0], error=error)
         return False
     return bool(run.taken) or run.copied > 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import re
 import secrets
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
+from weightcast import logs
 from weightcast.errors import InvalidInput, StoreNotFound, WeightcastError
 from weightcast.store.store import Store
 from weightcast.transports.http.access import read_token
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightcast.publish.depot_publisher import DepotPublisher
     from weightcast.publish.publisher import Publisher
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - the name in it is random, and made for one user
 
@@ -75,7 +75,7 @@ class StoreOutlet:
         try:
             self._store.gc(keep_last=self._keep)
         except WeightcastError as error:  # the servers have the version, and the next one tidies up again
-            log.warning("gc store=%s: %s", self._store.path, error)
+            log.warning("gc failed", store=self._store.path, error=error)
 
     def close(self) -> None:
         """There is nothing to stop."""

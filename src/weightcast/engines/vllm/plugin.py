@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
+from weightcast import logs
 from weightcast.engines.vllm.hooks import BACKEND, install_core_hooks
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 def register() -> None:
@@ -18,7 +17,11 @@ def register() -> None:
             WeightTransferTrainerFactory,
         )
     except ImportError as error:
-        log.warning("this vLLM has no weight-transfer backends (%s): use --worker-extension-cls, see docs/vllm.md", error)
+        log.warning(
+            "backend not registered",
+            why="this vLLM has no weight-transfer backends: use --worker-extension-cls, see docs/vllm.md",
+            error=error,
+        )
         return
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightcast.engines.vllm.backend", "WeightcastEngine")

@@ -12,7 +12,6 @@ Needs vLLM. Tensors are published as a version, and the servers are told where i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,8 +25,6 @@ from weightcast.errors import InvalidInput, UpdateFailed, WeightcastError, Wrong
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.host.copy import HostVersions, StagedVersion, Wanted, changed_names
 from weightcast.engines.vllm.commits import Commit, Reload, Switch
@@ -27,7 +27,7 @@ from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 CommitMode = Literal["switch", "reload"]
 State = Literal["READY", "STAGING", "STAGED", "COMMITTING", "FAILED"]
@@ -41,6 +41,7 @@ class _Staging:
     """A version on its way, in a thread of its own."""
 
     wanted: Wanted
+    ids: dict[str, str]  # of whoever asked for it, for the log
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     version: StagedVersion | None = None
@@ -105,9 +106,10 @@ class ModelUpdater:
             if current is not None and current.wanted == wanted and current.error is None:
                 return
             self._drop()
-            staging = _Staging(wanted)
+            staging = _Staging(wanted, logs.ids())
             self._staging = staging
-            threading.Thread(target=self._run, args=(staging,), name="weightcast-stage", daemon=True).start()
+            run = logs.carried(self._run)
+            threading.Thread(target=run, args=(staging,), name="weightcast-stage", daemon=True).start()
 
     def stage(self, wanted: Wanted) -> None:
         """Stage a version and wait for it. Raises what went wrong; nothing was changed then."""
@@ -164,7 +166,12 @@ class ModelUpdater:
             return
         staging.cancelled.set()
         if not staging.done.wait(_STOP_S):
-            log.warning("stage version=%s does not stop at once; it goes on unused", staging.wanted.version)
+            log.warning(
+                "stage left",
+                rank=self.rank,
+                version=staging.wanted.version,
+                why="it does not stop at once, and goes on unused",
+            )
             return
         if staging.commit is not None:
             staging.commit.forget()
@@ -183,7 +190,7 @@ class ModelUpdater:
             )
             staging.error.__cause__ = error
         if staging.error is not None:
-            log.warning("stage rank=%d version=%s: %s", self.rank, staging.wanted.version, staging.error)
+            log.warning("stage failed", rank=self.rank, version=staging.wanted.version, error=staging.error)
         staging.stage_s = time.monotonic() - started
         staging.done.set()
 
@@ -240,7 +247,8 @@ class ModelUpdater:
             raise CommitFailed(f"version {version.manifest.version} is not staged on every rank. Nothing was changed.")
         self._committing = True
         try:
-            self._apply(staging, version.manifest)
+            with logs.bound(**staging.ids):
+                self._apply(staging, version.manifest)
         finally:
             self._committing = False
         return version.manifest.version
@@ -265,17 +273,24 @@ class ModelUpdater:
         try:
             self._versions.commit(version)
         except WeightcastError as error:  # the model has it; only the next delta has to start further back
-            log.warning("commit rank=%d version=%s: the host copy could not follow: %s", self.rank, manifest.version, error)
+            log.warning("host copy late", rank=self.rank, version=manifest.version, error=error)
         breathe = partial(self._ending.wait, _BREATH_S)
         self._freeing = threading.Thread(target=commit.forget, args=(breathe,), name="weightcast-free", daemon=True)
         self._freeing.start()
-        log.info("commit rank=%d version=%s layers=%d", self.rank, manifest.version, staging.layers)
+        log.info(
+            "update committed",
+            rank=self.rank,
+            version=manifest.version,
+            layers=staging.layers,
+            stage_ms=logs.ms(staging.stage_s),
+            commit_ms=logs.ms(self._last["commit_s"]),
+        )
 
     def _all_did(self, done: bool) -> bool:
         try:
             return self._peers.range_of(int(done))[0] == 1
         except RuntimeError as error:  # a rank that does not answer has not done it
-            log.error("commit rank=%d: the other ranks cannot be asked: %s", self.rank, error)
+            log.error("ranks not asked", rank=self.rank, error=error)
             return False
 
     def _undo(self, staging: _Staging, manifest: Manifest, failure: BaseException | None) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from pathlib import Path
 from typing import Any
 
+from weightcast import logs
 from weightcast.engines.host.copy import Fits, HostCopy, HostVersions, Wanted
 from weightcast.engines.host.keeper import SharedHostCopy
 from weightcast.engines.vllm.peers import Peers
 from weightcast.engines.vllm.updater import ModelUpdater
 from weightcast.errors import InvalidInput, UpdateFailed, WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class WeightcastExtension:
@@ -25,10 +25,19 @@ class WeightcastExtension:
     """
 
     def weightcast_stage(
-        self, source: str, version: str | None = None, verify_checksum: bool = True, timeout: float = 180.0
+        self,
+        source: str,
+        version: str | None = None,
+        verify_checksum: bool = True,
+        timeout: float = 180.0,
+        update_id: str = "",
     ) -> None:
-        """Stage a version in the background and return at once; `weightcast_status` tells how it goes."""
-        _updater(self).begin(checked(source, version, verify_checksum, timeout))
+        """Stage a version in the background and return at once; `weightcast_status` tells how it goes.
+
+        `update_id` is what the caller calls this update: log lines about it, here and at the source, carry it.
+        """
+        with logs.bound(update_id=str(update_id)):
+            _updater(self).begin(checked(source, version, verify_checksum, timeout))
 
     def weightcast_status(self) -> str:
         """What this worker serves and has staged, as JSON."""
@@ -47,7 +56,7 @@ class WeightcastExtension:
         try:
             return {"result": getattr(self, method)(*args, **kwargs)}
         except Exception as error:  # noqa: BLE001 - it is raised where all ranks have answered
-            log.warning("%s: %s", method, error)
+            log.warning("call failed", method=method, error=error)
             code = error.code if isinstance(error, WeightcastError) else UpdateFailed.code
             named = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
             return {"error": {"code": code, "message": named}}

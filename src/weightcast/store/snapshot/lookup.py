@@ -10,12 +10,12 @@ A manifest of ours whose files are all gone stops the search: what lies further 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weightcast import logs
 from weightcast.errors import SnapshotInvalid, SnapshotNotFound
 from weightcast.store.files import refusals
 from weightcast.store.snapshot.names import (
@@ -30,7 +30,7 @@ from weightcast.store.snapshot.names import (
     single_name,
 )
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 DEFAULT_SHARED_DIR = Path("/shared_ipc_meta")
 
@@ -77,21 +77,22 @@ def locate(
     """
     found = _search(model_dir, check_rank(rank), check_device_id(device_id), shared_dir, ignore_bad_names)
     log.info(
-        "locate snapshot rank=%d device_id=%s level=%d kind=%s files=%d manifest=%s dir=%s",
-        rank,
-        device_id,
-        found.level,
-        found.kind,
-        len(found.files),
-        "yes" if found.manifest else "no",
-        found.directory,
+        "snapshot located",
+        rank=rank,
+        device_id=device_id,
+        place=found.level,
+        kind=found.kind,
+        files=len(found.files),
+        manifest=found.manifest is not None,
+        path=found.directory,
     )
     if found.kind == "legacy" and rank != 0:
         log.warning(
-            "locate snapshot rank=%d device_id=%s file=%s: the name carries rank 0, so make sure it holds this rank's shard",
-            rank,
-            device_id,
-            found.files[0].path,
+            "snapshot doubtful",
+            rank=rank,
+            device_id=device_id,
+            path=found.files[0].path,
+            why="the name carries rank 0: make sure it holds this rank's shard",
         )
     return found
 
@@ -105,7 +106,7 @@ def _search(model_dir: Path, rank: int, device_id: str, shared_dir: Path, ignore
     if parts:
         shadowed = tuple(model_dir / name for name in (single,) if name in names)
         for path in shadowed:
-            log.warning("locate snapshot ignoring %s: parts of the same name lie beside it and come first", path)
+            log.warning("snapshot file ignored", path=path, why="parts of the same name lie beside it and come first")
         manifest = model_dir / sealed if sealed in names else None
         return Located(rank, device_id, 1, "parts", model_dir, tuple(parts), manifest, tuple(tried), shadowed)
     places: tuple[tuple[Literal[2, 4], Path, str], ...] = ((2, model_dir, "snapshot"), (4, shared_dir, "snapshot-shared"))
@@ -143,7 +144,9 @@ def _parts(directory: Path, names: set[str], rank: int, device_id: str, ignore_b
             numbered.append((parsed.part or 0, name))
         elif looks_like_part(name, rank, device_id):
             if ignore_bad_names:
-                log.warning("locate snapshot ignoring %s: it looks like a part but has no part number", directory / name)
+                log.warning(
+                    "snapshot file ignored", path=directory / name, why="it looks like a part but has no part number"
+                )
             else:
                 problems.append(f"{name} looks like a part but has no part number; rename or remove it")
     numbered.sort()

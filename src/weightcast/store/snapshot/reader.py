@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import PartCorrupt, SnapshotInvalid
 from weightcast.store.files import read_small
@@ -19,7 +19,7 @@ from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES
 from weightcast.wire.snapshot_manifest import SnapshotManifest, decode_snapshot_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 # Keys of the safetensors metadata. `parts` is checked if someone wrote it; our writer streams, does not know it, and puts
 # the name of its manifest instead: without that file the snapshot is not complete. `write` is different for every write.
@@ -91,7 +91,7 @@ class Snapshot:
                 for name, spec in opened.specs.items():
                     if names is None or name in names:
                         yield Readable(spec, partial(file.read_into, spec))
-            log.debug("read snapshot file=%s label=%s", opened.located.path, opened.located.label)
+            log.debug("snapshot file read", path=opened.located.path, label=opened.located.label)
 
     def _proof(self, *, check: bool) -> Proof:
         return Proof(str(self.located.directory), self.digests, self.algorithm if check else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from weightcast import logs
 from weightcast.errors import InvalidInput, StorageFailed
 from weightcast.store.files import make_dir, refusals, remove_file, rename, replace_synced, sync_dir
 from weightcast.store.part_series import PartSeries
@@ -22,7 +22,7 @@ from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.wire.manifest import check_version_id
 from weightcast.wire.snapshot_manifest import SnapshotManifest, encode_snapshot_manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _ASIDE = ".tmp"
 _STREAMED_HEADER_ROOM = 4 << 20  # a single file whose tensors are not known before: about 20,000 of them
@@ -88,17 +88,17 @@ def write_snapshot(
         try:
             _remove_aside(directory, rank, device_id)
         except StorageFailed as error:  # what failed first is what the caller must hear of; the next write removes the rest
-            log.warning("write snapshot version=%s left files aside: %s", version, error)
+            log.warning("files left", version=version, error=error)
         raise
     log.info(
-        "write snapshot version=%s rank=%d device_id=%s files=%d nbytes=%d write_s=%.3f dir=%s",
-        version,
-        rank,
-        device_id,
-        len(files),
-        sum(part.nbytes for part in files),
-        time.monotonic() - begin_s,
-        directory,
+        "snapshot written",
+        version=version,
+        rank=rank,
+        device_id=device_id,
+        files=len(files),
+        nbytes=sum(part.nbytes for part in files),
+        ms=logs.ms(time.monotonic() - begin_s),
+        path=directory,
     )
     return manifest
 
@@ -134,7 +134,7 @@ def _replace(directory: Path, manifest: SnapshotManifest) -> None:
     for path in _weights(directory, manifest.rank, manifest.device_id):
         if path.name not in new:
             remove_file(path)
-            log.info("remove snapshot file=%s: version=%s has no such file", path, manifest.version)
+            log.info("snapshot file removed", path=path, version=manifest.version, why="the version has no such file")
     sync_dir(directory)
     replace_synced(sealed, encode_snapshot_manifest(manifest))
 

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import TypeVar
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, SourceFailed, UpdateCancelled, VersionNotSet, WeightcastError
 from weightcast.transports.http.client import DepotClient
@@ -152,7 +153,8 @@ def _answers(
             if not again:
                 return
 
-    threads = [threading.Thread(target=run, args=(one,), name=f"ask {one.url}", daemon=True) for one in clients]
+    ask = logs.carried(run)
+    threads = [threading.Thread(target=ask, args=(one,), name=f"ask {one.url}", daemon=True) for one in clients]
     try:
         for thread in threads:
             thread.start()

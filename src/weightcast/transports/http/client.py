@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import (
     AccessRefused,
@@ -27,7 +28,7 @@ from weightcast.transports.http.access import Access
 from weightcast.transports.http.connection import Address, Connection, Dropped, Head
 from weightcast.transports.http.patience import Patience
 from weightcast.wire.decoding import decode
-from weightcast.wire.depot import PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
+from weightcast.wire.depot import ID_HEADERS, PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 
 # Receiving takes a core of its own for each connection, and the other half of them has to serve meanwhile.
@@ -212,6 +213,7 @@ class DepotClient:
         data = b"" if body is None else msgspec.json.encode(body)
         lines = [f"{method} {self._address.base}{path} HTTP/1.1", f"Host: {self._address.authority}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        lines += [f"{ID_HEADERS[name]}: {value}" for name, value in logs.ids().items() if name in ID_HEADERS]
         if self._access.token is not None:
             lines.append(f"Authorization: Bearer {self._access.token}")
         if body is not None:

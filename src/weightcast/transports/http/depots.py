@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from time import monotonic
 from typing import Literal
 
+from weightcast import logs
 from weightcast.errors import SourceFailed, WeightcastError, rebuilt
 from weightcast.transports.http.client import DepotClient, OtherBytes
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 TRIES = 3  # without a byte in between, before a depot counts as failed
 _AGAIN_S = 0.1
@@ -150,7 +150,7 @@ class Depots:
                 depot.failures += 1
             else:
                 return False
-            log.warning("fetch url=%s failures=%d: %s", depot.client.url, depot.failures, error)
+            log.warning("depot failed", url=depot.client.url, failures=depot.failures, error=error)
             depot.failed_at = now
             if depot.failed:
                 depot.rest(_REST_S)

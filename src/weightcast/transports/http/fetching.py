@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -11,6 +10,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, UpdateCancelled, WeightcastError
 from weightcast.transports.base import UNSEEN, Landed, Witness
@@ -21,7 +21,7 @@ from weightcast.transports.http.patience import TICK_S
 from weightcast.transports.http.ranges import Arrived, Stretch
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 BLOCK_NBYTES = 8 << 20  # told at once: costs few turns of the threads
 STEAL_S = 1.0  # a depot that sends nothing for so long is passed over, if another one has nothing to do
@@ -109,7 +109,8 @@ class Fetch:
         for number in range(count):
             for depot in self._depots.all:
                 name = f"fetch {depot.client.url} {number}"
-                self._threads.append(threading.Thread(target=self._work, args=(depot,), name=name, daemon=True))
+                work = logs.carried(self._work)
+                self._threads.append(threading.Thread(target=work, args=(depot,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -154,7 +155,11 @@ class Fetch:
             thread.join(end.remaining())
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:  # looking up a host cannot be interrupted; it writes nothing afterwards
-            log.warning("fetch version=%s: %s still wait(s) for the network", self._manifest.version, ", ".join(left))
+            log.warning(
+                "thread left",
+                what=f"fetching {self._manifest.version}",
+                why=f"{', '.join(left)} still wait(s) for the network",
+            )
         self._threads = []
         self._flying.clear()
         self._told = SimpleQueue()
@@ -206,7 +211,7 @@ class Fetch:
         now = monotonic()
         for flight in self._elsewhere(depot):
             if now - flight.since >= self._steal_s:
-                log.debug("fetch url=%s: stuck, another depot goes on", flight.depot.client.url)
+                log.debug("fetch stuck", url=flight.depot.client.url, why="another depot goes on")
                 start, stop = flight.granted, flight.stop
                 flight.revoked, flight.stop = True, start
                 if flight.connection is not None:

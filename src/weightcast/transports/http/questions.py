@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import (
     DeadlineExceeded,
@@ -27,7 +28,7 @@ from weightcast.wire.decoding import decode
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery, HeldDigests, HeldQuery
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, is_digest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 BATCH_NBYTES = 32 << 20  # asked for at once, and asked for again if it breaks off
 _BATCH_BOXES = 4096
@@ -157,7 +158,7 @@ def ask_shortcut(
         except (DeadlineExceeded, UpdateCancelled):
             raise
         except WeightcastError as error:
-            log.log(logging.DEBUG if isinstance(error, NotFound) else logging.WARNING, "no shortcut: %s", error)
+            log.at(logging.DEBUG if isinstance(error, NotFound) else logging.WARNING, "no shortcut", error=error)
             continue
         wrong = _mistake(client, short, manifest, held)
         if wrong is None:

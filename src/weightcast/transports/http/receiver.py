@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, InvalidInput, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.boxes import Held
@@ -24,7 +24,7 @@ from weightcast.transports.prefetch import DEPTH, ring
 from weightcast.wire.depot import Ack, BoxOf, Newest
 from weightcast.wire.manifest import Manifest
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 BUCKET_NBYTES = 64 << 20
 ANSWER_TIMEOUT_S = 10.0
@@ -107,7 +107,7 @@ class HttpReceiver:
             if newest is None or newest.version != version or newest.root_digest == manifest.root_digest:
                 return manifest
             other = f"it has version {version} as {manifest.root_digest}, and the newest is {newest.root_digest}"
-            log.warning("manifest url=%s is not used: %s", url, other)
+            log.warning("manifest not used", url=url, error=other)
             causes.append((url, OtherBytes(f"{url} is not used: {other}.")))
         raise combined(f"asking for version {version}", causes)
 
@@ -202,11 +202,11 @@ class HttpReceiver:
                 self._clients, lambda client, until: client.acknowledge(ack, deadline=until), deadline=deadline, what=what
             )
         except DeadlineExceeded as error:
-            log.warning("acknowledge version=%s: %s", manifest.version, error)
+            log.warning("acknowledgement failed", version=manifest.version, error=error)
             return
         for client, answer in told:
             if answer is not None:
-                log.warning("acknowledge version=%s url=%s: %s", manifest.version, client.url, answer)
+                log.warning("acknowledgement failed", version=manifest.version, url=client.url, error=answer)
 
     def _in_order(self) -> list[DepotClient]:
         return [depot.client for depot in self._depots.in_order()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import defaultdict, deque
@@ -13,6 +12,7 @@ from math import prod
 import msgspec
 import numpy as np
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import Conflict, Corrupt, DigestMismatch, NotFound, SourceFailed
 from weightcast.tensors.box_digest import box_of
@@ -25,7 +25,7 @@ from weightcast.wire.decoding import decode
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery
 from weightcast.wire.manifest import Manifest, TensorEntry
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 STREAMS = 8
 BATCH_NBYTES = 32 << 20  # asked for at once: what is fetched again if a connection breaks
@@ -128,7 +128,7 @@ class Fetching:
                 yield index, bytes_digest(b"", self._algorithm)
         batches = sum(map(len, self._waiting.values()))
         threads = [
-            threading.Thread(target=self._work, name="fetch shares", daemon=True)
+            threading.Thread(target=logs.carried(self._work), name="fetch shares", daemon=True)
             for _ in range(min(self._streams, batches, _STREAMS_PER_PUBLISHER * len(self._waiting)))
         ]
         for thread in threads:
@@ -145,7 +145,11 @@ class Fetching:
             for thread in threads:
                 thread.join(timeout=ends.remaining())
             if any(thread.is_alive() for thread in threads):
-                log.warning("fetch version=%s is stuck; its threads are left behind", self._group.manifest.version)
+                log.warning(
+                    "thread left",
+                    what=f"fetching {self._group.manifest.version}",
+                    why="it is stuck in a call that does not return",
+                )
 
     def _next(self) -> tuple[int, str]:
         while True:
@@ -300,7 +304,7 @@ class Fetching:
                     kept.append(fetch)
             for fetch in kept:
                 self._assign(fetch, rank)
-        log.warning("fetch version=%s lost %s: %s", self._group.manifest.version, self._group.publishers[rank], error)
+        log.warning("publisher failed", version=self._group.manifest.version, url=self._group.publishers[rank], error=error)
         if not kept or self._failures[rank] < _TRIES:
             return None
         if isinstance(error, Corrupt):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, NotFound, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.transports.http.client import DepotClient
 from weightcast.transports.http.depots import combined
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 ROUNDS = 3  # how often a depot that breaks off is asked again, once all others have failed too
 _PAUSE_S = 0.2
@@ -46,7 +46,7 @@ def shared_out(
     near = min(spread, len(clients)) or len(clients)
     crew = _Crew(clients, jobs, do, deadline, what, near=near, pinned=pinned)
     threads = [
-        threading.Thread(target=crew.work, args=(number,), name=f"prefetch {what} {number}", daemon=True)
+        threading.Thread(target=logs.carried(crew.work), args=(number,), name=f"prefetch {what} {number}", daemon=True)
         for number in range(min(len(jobs), each * near))
     ]
     for thread in threads:
@@ -69,7 +69,7 @@ def shared_out(
         for thread in threads:
             thread.join(timeout=until.remaining())
         if any(thread.is_alive() for thread in threads):
-            log.warning("%s: a thread is stuck in a call that does not return, and is left behind", what)
+            log.warning("thread left", what=what, why="it is stuck in a call that does not return")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class _Crew(Generic[Job, Result]):
                 except (DeadlineExceeded, UpdateCancelled):
                     raise
                 except WeightcastError as error:
-                    log.info("depot=%s failed: %s", client.url, error)
+                    log.info("depot failed", url=client.url, error=error)
                     reasons[client] = error
                     if not isinstance(error, NotFound):
                         self._down.add(client)

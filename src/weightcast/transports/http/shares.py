@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, VersionNotSet, WeightcastError
 from weightcast.tensors.box_plan import chunks
@@ -33,7 +33,7 @@ from weightcast.wire.depot import Ack, BoxOf, Catalogue
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest
 from weightcast.wire.shares import Share, decode_share, merged
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 SCHEME_PREFIX = "shares+"
 OPTIONS = frozenset({"token_file", "ca_file", "prefetch", "bucket_nbytes", "stall_s"})
@@ -245,7 +245,7 @@ class SharesReceiver:
             try:
                 client.acknowledge(ack, deadline=deadline)
             except WeightcastError as error:
-                log.warning("acknowledge version=%s url=%s: %s", manifest.version, client.url, error)
+                log.warning("acknowledgement failed", version=manifest.version, url=client.url, error=error)
 
         self._all(tell)
 
@@ -261,7 +261,7 @@ class SharesReceiver:
     def _all(self, ask: Callable[[DepotClient], _Answer]) -> list[_Answer]:
         """The answers of all publishers, in the order of the URLs."""
         with ThreadPoolExecutor(min(self._streams, len(self._clients)), thread_name_prefix="ask shares") as threads:
-            return list(threads.map(ask, self._clients))
+            return list(threads.map(logs.carried(ask), self._clients))
 
 
 def _joined(urls: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import MissingExtra, SourceFailed, VersionNotFound, WeightcastError, rebuilt
 from weightcast.transports.ipc.device import Handle, Memory
@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise MissingExtra("pyzmq", "ipc", "ipc:// sources") from error
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _LOOK_S = 0.1  # how late a cancellation is noticed while nothing comes
 _JOIN_S = 5.0
@@ -250,7 +250,7 @@ class Attachment:
         memory = device_for(handle).open(handle, lambda wanted: self.descriptor(wanted, deadline=deadline))
         self._mapped.add(handle.id, memory)
         seconds = time.monotonic() - began
-        log.info("map place=%s memory=%d nbytes=%d seconds=%.3f", self.place.path, handle.id, handle.nbytes, seconds)
+        log.info("memory mapped", place=self.place.path, memory=handle.id, nbytes=handle.nbytes, ms=logs.ms(seconds))
         return memory
 
     def descriptor(self, handle: Handle, *, deadline: Deadline) -> int:

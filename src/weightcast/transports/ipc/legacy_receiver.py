@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, WrongState
 from weightcast.store.version_file import read_version_file, step_of
@@ -112,8 +113,9 @@ class LegacyIpcReceiver:
         self._epoch += 1
         try:
             opening = Open(
-                epoch=self._epoch, version=source.version, root_digest=source.root_digest, described=source.sequence
-            )
+                epoch=self._epoch, version=source.version, root_digest=source.root_digest, described=source.sequence,
+                request_id=logs.ids().get("request_id", ""), update_id=logs.ids().get("update_id", ""),
+            )  # fmt: skip
             layout = attachment.ask(opening, Layout, deadline=deadline, what=what)
             if layout.memory != source.handle:
                 raise SourceFailed(

@@ -6,7 +6,6 @@ also passes the file descriptors of shared memory, which no message can.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -16,10 +15,11 @@ from pathlib import Path
 from time import sleep
 from typing import Protocol
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import SourceFailed, StorageFailed
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _BACKLOG = 128
 _BREATH_S = 0.05
@@ -76,7 +76,7 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             return None
         except OSError as error:  # no descriptors are left, most likely: whoever wants to connect waits
-            log.warning("accept: %s", error)
+            log.warning("accept failed", error=error)
             sleep(_BREATH_S)
             return None
         connection.setblocking(False)

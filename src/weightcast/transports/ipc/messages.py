@@ -49,12 +49,14 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     """Begin transfer `epoch` of a version that has this root digest (empty: a stream). Answered by `Layout`.
 
     `described` is the `sequence` of the manifest by which the receiver knows it, since the same tensors may lie elsewhere by
-    now; 0 if it knows them by other means.
+    now; 0 if it knows them by other means. `request_id` and `update_id` are for the publisher's log.
     """
 
     version: str
     root_digest: str
     described: int = 0
+    request_id: str = ""
+    update_id: str = ""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import secrets
 import shutil
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import Conflict, InvalidInput, SourceFailed, StorageFailed
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _SOCKET_PATH_NBYTES = 107
 _CLAIM_S = 2.0  # for those who only look whether somebody holds the lock, or clear up
@@ -74,7 +74,7 @@ class Place:
         with self._try_lock(fcntl.LOCK_EX) as free:
             if free and self.path.exists():
                 _remove(self.path)
-                log.info("clear path=%s: left by a publisher that was killed", self.path)
+                log.info("place cleared", path=self.path, why="left by a publisher that was killed")
             return free
 
     @contextmanager
@@ -205,12 +205,12 @@ def _same(path: Path, descriptor: int) -> bool:
 def _remove(path: Path) -> None:
     """Remove a place, and the directory around it if publishers made that and this was the last one."""
     owns_root = (path / _OWNS_ROOT).exists()
-    shutil.rmtree(path, onerror=lambda _, entry, error: log.warning("remove path=%s: %s", entry, error[1]))
+    shutil.rmtree(path, onerror=lambda _, entry, error: log.warning("directory left", path=entry, error=error[1]))
     if owns_root:
         try:
             path.parent.rmdir()
         except OSError as error:  # others are still there
-            log.debug("leave path=%s: %s", path.parent, error)
+            log.debug("directory left", path=path.parent, error=error)
 
 
 def _check_ours(path: Path, found: os.stat_result) -> None:

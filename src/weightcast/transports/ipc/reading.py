@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, SourceFailed, WrongState
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Piece, from_bytes
@@ -15,7 +15,7 @@ from weightcast.transports.ipc.device import Device, Memory
 from weightcast.transports.ipc.messages import Ack, Done, End, Ready, Span
 from weightcast.wire.manifest import Manifest, TensorEntry
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _TOLD_S = 1.0
 
@@ -77,7 +77,7 @@ class Transfer:
         try:
             self.attachment.ask(Done(epoch=self.epoch), End, deadline=told, what=f"ending {self.part.version}")
         except (DeadlineExceeded, SourceFailed) as error:
-            log.debug("end version=%s: %s", self.part.version, error)
+            log.debug("transfer ended", version=self.part.version, error=error)
 
     def _bucket(self, message: Ready) -> Iterator[Piece]:
         """The pieces of a bucket; acknowledged when the consumer asks for more than there are."""

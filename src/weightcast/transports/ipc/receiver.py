@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, VersionNotSet
 from weightcast.tensors.flat import Array, Pieces
@@ -153,7 +154,8 @@ class IpcReceiver:
         try:
             for attachment, part in zip(self._attached, offer.parts, strict=True):
                 opening = Open(
-                    epoch=epoch, version=part.version, root_digest=part.root_digest, described=part.sequence
+                    epoch=epoch, version=part.version, root_digest=part.root_digest, described=part.sequence,
+                    request_id=logs.ids().get("request_id", ""), update_id=logs.ids().get("update_id", ""),
                 )  # fmt: skip
                 layout = attachment.ask(opening, Layout, deadline=deadline, what=what)
                 memory = attachment.memory(layout.memory, layout.memories, deadline=deadline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -12,13 +11,14 @@ from uuid import uuid4
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.errors import SourceFailed, UnsupportedTensor
 from weightcast.tensors.bridges import host_array
 from weightcast.tensors.flat import Buffer
 from weightcast.transports.nixl.library import load_nixl
 from weightcast.wire.nixl import HOST, Region
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 # The longest that the progress thread sleeps. Events wake it; with the zero of NIXL's own Python class it sleeps not at all,
 # and an agent that does nothing takes a third of a core.
@@ -149,7 +149,7 @@ class Agent:
                 try:
                     self._nixl.deregisterMem(one, self._backend)
                 except self._failures as error:
-                    log.warning("deregister agent=%s: %s", self.name, _told(error))
+                    log.warning("deregistration failed", agent=self.name, error=_told(error))
 
     def metadata(self, registration: Registration) -> bytes:
         """What another agent must be given to read this memory."""
@@ -174,7 +174,7 @@ class Agent:
             try:
                 self._open.invalidateRemoteMD(name)
             except self._failures as error:
-                log.debug("forget peer=%s: %s", name, _told(error))
+                log.debug("peer not forgotten", peer=name, error=_told(error))
 
     def read(self, local: Sequence[Region], remote: Sequence[Region], peer: str) -> Transfer:
         """Begin to fill local memory from that of a peer, stretch by stretch. All of one side are of one kind of memory."""
@@ -216,7 +216,7 @@ class Agent:
             try:
                 self._open.releaseXferReq(handle)
             except self._failures as error:
-                log.debug("release of a transfer: %s", _told(error))
+                log.debug("transfer not released", error=_told(error))
 
     def close(self) -> None:
         """Disconnect and end the progress thread: nothing is read or written for this agent after it. Safe twice."""

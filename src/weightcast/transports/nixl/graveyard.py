@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -10,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weightcast import logs
 from weightcast.tensors.flat import Bytes
 from weightcast.transports.nixl.agent import Agent, State
 from weightcast.transports.nixl.leaving import outlive, release_outliving
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _END_S = 0.2  # reads from a peer that died end by themselves about this soon
 _LOOK_S = 0.001
@@ -90,9 +90,13 @@ class Graveyard:
                 self._keeper = threading.Thread(target=self._keep, name="nixl graveyard", daemon=True)
                 self._keeper.start()
         log.warning(
-            "keep nbytes=%d reads=%d graves=%d: given-up NIXL reads may still write to this memory (%s)",
-            grave.nbytes, len(grave.transfers), len(self._graves), str(why),  # an error itself would keep its frames
-        )  # fmt: skip
+            "memory kept",
+            nbytes=grave.nbytes,
+            reads=len(grave.transfers),
+            graves=len(self._graves),
+            why="given-up NIXL reads may still write to it",
+            error=str(why),
+        )
 
     def _keep(self) -> None:
         while True:
@@ -112,7 +116,7 @@ class Graveyard:
             self._graves = [grave for grave in self._graves if grave not in ended]
         for grave in ended:
             grave.agent.close()  # before its memory goes
-            log.info("let go of nbytes=%d of given-up NIXL reads: they have ended", grave.nbytes)
+            log.info("memory let go", nbytes=grave.nbytes, why="its given-up NIXL reads have ended")
             grave.memories.clear()
             release_outliving(grave)
 

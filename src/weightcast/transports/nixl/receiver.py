@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, WeightcastError
 from weightcast.tensors.flat import Bytes, Piece, Pieces
@@ -26,7 +26,7 @@ from weightcast.wire.depot import Ack
 from weightcast.wire.manifest import Manifest
 from weightcast.wire.nixl import Grant, GrantQuery, Region
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Mode = Literal["rdma", "gdr"]
 
@@ -105,7 +105,7 @@ class NixlReceiver:
         try:
             self._client.acknowledge(Ack(receiver, manifest.version, manifest.root_digest), deadline=deadline)
         except WeightcastError as error:
-            log.warning("acknowledge version=%s at %s: %s", manifest.version, self.url, error)
+            log.warning("acknowledgement failed", version=manifest.version, url=self.url, error=error)
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import SourceFailed, WeightcastError
 from weightcast.transports.http.client import DepotClient
 from weightcast.wire.depot import PREFIX
 from weightcast.wire.nixl import Grant, Renewal, Standing
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _RELEASE_S = 1.0
 _JOIN_S = 1.0
@@ -25,7 +25,7 @@ class Watch:
         self._path = f"{PREFIX}/nixl/grants/{grant.grant}"
         self._stopped = threading.Event()
         self._problem: WeightcastError | None = None
-        self._thread = threading.Thread(target=self._run, name="nixl watch", daemon=True)
+        self._thread = threading.Thread(target=logs.carried(self._run), name="nixl watch", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -49,7 +49,7 @@ class Watch:
             try:
                 self._ask("DELETE", Deadline.after(min(_RELEASE_S, self._stall_s)))
             except WeightcastError as error:
-                log.debug("release of a grant at %s: %s", self._client.url, error)
+                log.debug("grant not released", url=self._client.url, error=error)
 
     def stop(self) -> None:
         """Ask no more. Safe twice."""

@@ -6,7 +6,6 @@ fixed buffers, is plain torch and is tested on the CPU.
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Literal, Protocol, cast
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
+from weightcast import logs
 from weightcast.engines.embedded.batch import Batch
 from weightcast.engines.embedded.model.attention import Attention
 from weightcast.engines.embedded.model.build import Model
@@ -26,7 +26,7 @@ from weightcast.engines.embedded.model.causal import CausalModel
 from weightcast.engines.embedded.model.plan import AttentionPlan
 from weightcast.errors import UnsupportedModel
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _SHORT = 256  # tokens of the shortest sequences that a graph is captured for; from there it doubles
 _WARM_UPS = 3  # runs before a capture, in which libraries allocate what they keep
@@ -235,16 +235,14 @@ class CudaGraphs:
                 if isinstance(model, CausalModel) and not model.config.moe_layers:
                     self._captured[model] = self._capture(model, cache, recorder)
                 else:
-                    log.info(
-                        "capture model=%s: has steps that cannot be captured, and runs as written", type(model).__name__
-                    )
+                    log.info("capture skipped", model=type(model).__name__, why="it has steps that cannot be captured")
         except RuntimeError as error:
             self.release()
             raise UnsupportedModel(f"decode steps could not be captured: {error} Serve with --graphs off.") from error
         self.captures += 1
         self.armed = True
         count = sum(len(held.graphs) for held in self._captured.values())
-        log.info("capture graphs=%d seconds=%.3f", count, time.monotonic() - started)
+        log.info("graphs captured", graphs=count, backend="cuda", ms=logs.ms(time.monotonic() - started))
 
     @torch.inference_mode()
     def _capture(self, model: CausalModel, cache: KVCache, recorder: Recorder) -> _Captured:

@@ -9,7 +9,6 @@ Whatever is not captured runs as it is written, with the same result. So after `
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from weightcast import logs
 from weightcast.engines.embedded.batch import Batch
 from weightcast.engines.embedded.model.build import Model
 from weightcast.engines.embedded.model.cache import KVCache
@@ -26,7 +26,7 @@ from weightcast.engines.embedded.model.parallel import ColumnParallel, RMSNorm
 from weightcast.engines.embedded.ranks.cuda_graphs import CudaGraphs
 from weightcast.errors import InvalidInput, UnsupportedModel
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 GraphKind = Literal["off", "compile", "cuda"]
 Resident = Sequence[tuple[Model, KVCache]]  # models whose weights have memory, each with its cache
@@ -169,14 +169,14 @@ class CompiledPieces:
                 compiled = _compiled(pieces, backend)
             except Exception as error:  # noqa: BLE001 - whatever a compiler dies of, the next one is tried
                 failures.append(f"{backend}: {_first_line(error)}")
-                log.warning("compile backend=%s failed: %s", backend, _first_line(error))
+                log.warning("compile failed", backend=backend, error=_first_line(error))
                 torch._dynamo.reset()
                 continue
             for piece, function in zip(pieces, compiled, strict=True):
                 object.__setattr__(piece.layer, "forward", function)  # of this instance; its class stays as it is
             self._pieces, self.backend, self.armed = pieces, backend, True
             self.captures += 1
-            log.info("capture pieces=%d backend=%s seconds=%.3f", len(pieces), backend, time.monotonic() - started)
+            log.info("graphs captured", graphs=len(pieces), backend=backend, ms=logs.ms(time.monotonic() - started))
             return
         raise UnsupportedModel(
             "the model's layers cannot be compiled here. Install a C++ compiler for inductor, or serve with --graphs off:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from datetime import timedelta
 from functools import reduce
@@ -17,8 +16,6 @@ from torch._C._distributed_c10d import FileStore
 from weightcast.engines.embedded.ranks.vitals import Vitals
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import ReplicaFailed
-
-log = logging.getLogger(__name__)
 
 _RENDEZVOUS = "rendezvous"
 # Up to here gloo's sum is slower than passing everything to everybody and adding: it goes round the ranks twice. Between two

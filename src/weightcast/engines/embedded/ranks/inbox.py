@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any, Self
 import msgspec
 import zmq
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import (
     Acknowledged,
@@ -26,7 +26,7 @@ from weightcast.engines.embedded.messages import (
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import ReplicaFailed, WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _REMEMBERED = 256  # acknowledgements that can be given again
 _LINGER_MS = 500
@@ -51,7 +51,7 @@ class Inbox:
         self._socket.connect(front_end_address(settings.run_dir))
         self._decoder = msgspec.msgpack.Decoder(ToRank)
         self._encoder = msgspec.msgpack.Encoder()
-        self._commands: dict[int, Action] = {}
+        self._commands: dict[int, Command] = {}
         self._acknowledged: OrderedDict[int, Acknowledged] = OrderedDict()
 
     @property
@@ -95,7 +95,7 @@ class Inbox:
         if known is not None:
             self.send(known)
         elif command.id > self.executed:
-            self._commands[command.id] = command.action
+            self._commands[command.id] = command
 
     def await_command(self, number: int, deadline: Deadline) -> None:
         """Wait until the command has arrived here too: rank 0 had it, so it is on its way."""
@@ -107,17 +107,19 @@ class Inbox:
 
     def execute(self, number: int, perform: Callable[[Action], Any]) -> Action:
         """Run a command that has arrived, acknowledge it, and say what it was."""
-        action = self._commands.pop(number)
-        try:
-            answer = Acknowledged(rank=self.rank, id=number, result=msgspec.to_builtins(perform(action)))
-        except WeightcastError as error:
-            answer = Acknowledged(rank=self.rank, id=number, error=(error.code, str(error)))
+        command = self._commands.pop(number)
+        with logs.bound(request_id=command.request_id, update_id=command.update_id):
+            try:
+                answer = Acknowledged(rank=self.rank, id=number, result=msgspec.to_builtins(perform(command.action)))
+            except WeightcastError as error:
+                log.warning("command failed", command=type(command.action).__name__, code=error.code, error=error)
+                answer = Acknowledged(rank=self.rank, id=number, error=(error.code, str(error)))
         self.executed = number
         self._acknowledged[number] = answer
         while len(self._acknowledged) > _REMEMBERED:
             self._acknowledged.popitem(last=False)
         self.send(answer)
-        return action
+        return command.action
 
     def close(self) -> None:
         """Close the socket, after waiting at most half a second for what was sent last to go out. Safe twice."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -13,11 +12,12 @@ from typing import Any, Self
 import msgspec
 import zmq
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import Report, front_end_address, job_identity
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -46,7 +46,8 @@ class Jobs:
         A `polite` job gives way to the main loop where both want the same core.
         """
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=self._run, args=(number, work, polite), name=f"job-{number}", daemon=True)
+        run = logs.carried(self._run)
+        thread = threading.Thread(target=run, args=(number, work, polite), name=f"job-{number}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -66,9 +67,10 @@ class Jobs:
         try:
             report = Report(rank=self._rank, job=number, done=True, result=msgspec.to_builtins(work(progress)))
         except WeightcastError as error:
+            log.warning("job failed", job=number, code=error.code, error=error)
             report = Report(rank=self._rank, job=number, done=True, error=(error.code, str(error)))
         except Exception as error:
-            log.exception("crash job=%d rank=%d", number, self._rank)
+            log.exception("job crashed", job=number)
             words = f"{type(error).__name__}: {error}"
             report = Report(rank=self._rank, job=number, done=True, error=("update_failed", words))
         self._send(report)
@@ -80,7 +82,7 @@ class Jobs:
             try:
                 self._socket.send(self._encode(report))
             except zmq.Again:
-                log.warning("drop report job=%d rank=%d: the front end takes none", report.job, self._rank)
+                log.warning("report dropped", job=report.job, why="the front end takes none")
 
     def close(self) -> None:
         """Close the socket, after waiting a little for jobs that are ending. Safe twice."""

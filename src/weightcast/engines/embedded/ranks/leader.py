@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from msgspec import structs
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import (
     Action,
     Cancel,
@@ -38,7 +38,7 @@ from weightcast.engines.embedded.scheduling.scheduler import Chunk, Scheduler, S
 from weightcast.engines.states import ReplicaState
 from weightcast.errors import InvalidInput, WrongState
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _IDLE_S = 1.0
 _BROKEN = "the model made logits that are not numbers. Its weights are broken or do not fit its dtype: load another version."
@@ -94,10 +94,13 @@ class Leader:
         self._tell(refused)
 
     def _submit(self, request: Submit) -> list[Output]:
+        caller = request.request_id or None
+        log.debug("request taken", request_id=caller, answer=request.id, prompt_tokens=len(request.prompt))
         try:
             self._runner.check_routing(request)
             answer = self._scheduler.submit(request)
         except InvalidInput as error:
+            log.debug("request refused", request_id=caller, answer=request.id, error=error)
             answer = Output(
                 id=request.id,
                 tokens=(),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.base import RankWeights
 from weightcast.engines.embedded.messages import Commit, Committed, Digest, Stage, Vote
@@ -27,6 +28,8 @@ from weightcast.errors import (
 )
 from weightcast.tensors.digest import ALGORITHMS
 from weightcast.worker.states import State
+
+log = logs.get(__name__)
 
 _PROOF_S = 20.0
 _NAMES = {Work.MAIN: "main", Work.DRAFT: "draft"}
@@ -74,7 +77,7 @@ class LiveWeights:
         self._jobs.start(number, lambda progress: self._stage(action, cancelled, progress), polite=self.whole)
 
     def _stage(self, action: Stage, cancelled: threading.Event, progress: Progress) -> Vote:
-        deadline = Deadline.after(action.timeout_s, cancelled=cancelled)
+        deadline, began = Deadline.after(action.timeout_s, cancelled=cancelled), time.monotonic()
         coming: list[tuple[Part, Fetched]] = []
         staged: list[Part] = []
         try:
@@ -103,7 +106,9 @@ class LiveWeights:
         if cancelled.is_set():  # it was, after the last look
             self.abandon(action.update)
         roots = sorted({fetched.root for _, fetched in coming if fetched.root})
-        return Vote(nbytes=sum(fetched.version.nbytes for _, fetched in coming), roots=tuple(roots))
+        nbytes = sum(fetched.version.nbytes for _, fetched in coming)
+        log.info("vote cast", vote="yes", nbytes=nbytes, stage_ms=logs.ms(time.monotonic() - began))
+        return Vote(nbytes=nbytes, roots=tuple(roots))
 
     def abandon(self, update: str) -> None:
         """Stop staging, or drop what was staged."""
@@ -146,9 +151,11 @@ class LiveWeights:
         else:
             self._rearm(moved=release_cache)
             raise error
+        pause_s = time.monotonic() - began
+        log.debug("weights entered", version=self.version, mode=self._mode, pause_ms=logs.ms(pause_s))
         return Committed(
             version=self.version,
-            pause_s=time.monotonic() - began,
+            pause_s=pause_s,
             cache_clear_cost=clear_s,
             cache_rebuild_cost=rebuild_s,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -10,6 +9,7 @@ import msgspec
 import torch
 import zmq
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import PROTOCOL, Failed, Ready
 from weightcast.engines.embedded.ranks.device import claim_device
 from weightcast.engines.embedded.ranks.follower import Follower
@@ -23,7 +23,7 @@ from weightcast.engines.embedded.ranks.wake import WakeReceiver, WakeSender
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import WeightcastError
 
-log = logging.getLogger(__name__)
+log = logs.get("weightcast.engines.embedded.ranks.process")  # it is run, so its own name is __main__
 
 
 def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -31,6 +31,7 @@ def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Con
     claim_device(settings.engine.device, settings.rank, settings.engine.ranks)
     with RankGroup(settings, vitals) as group, torch.inference_mode(), Jobs(settings, context) as jobs:
         rank = Rank(settings, group, vitals, jobs)
+        log.info("rank ready", pid=os.getpid(), ranks=settings.engine.ranks, device=settings.engine.device)
         if settings.rank == 0:
             with WakeSender(settings, context) as sender:
                 leader = Leader(rank, inbox, sender)
@@ -58,13 +59,13 @@ def _ready(rank: Rank) -> Ready:
 def main() -> None:
     """Run one rank. Whatever goes wrong is told to the front end before the process ends with status 1."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
-    logging.basicConfig(level=settings.log_level, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    logs.configure(settings.log_level, as_json=settings.log_json, always={"rank": settings.rank})
     vitals = Vitals()
     with zmq.Context() as context, Pulse(settings, vitals, context), Inbox(settings) as inbox:
         try:
             serve(settings, inbox, vitals, context)
         except Exception as error:
-            log.exception("fail rank=%d", settings.rank)
+            log.exception("rank failed", error=error)
             code = error.code if isinstance(error, WeightcastError) else "replica_failed"
             message = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
             inbox.send(Failed(rank=settings.rank, code=code, message=message))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from weightcast import logs
 from weightcast.engines.embedded.batch import Batch
 from weightcast.engines.embedded.messages import Routing, Submit
 from weightcast.engines.embedded.model.build import Model, build_model
@@ -25,7 +25,7 @@ from weightcast.engines.embedded.scheduling.sequence import Sequence
 from weightcast.engines.embedded.settings import EngineSettings
 from weightcast.errors import InvalidInput
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,10 +75,12 @@ class Runner:
         self.blocks = settings.blocks or max(1, min(useful, fitting))
         self.max_length = min(longest, self.blocks * settings.block_size)
         log.info(
-            "allocate rank=%d blocks=%d block_size=%d nbytes=%d max_length=%d",
-            self.group.rank, self.blocks, settings.block_size, self.blocks * settings.block_size * slot_nbytes,
-            self.max_length,
-        )  # fmt: skip
+            "cache allocated",
+            blocks=self.blocks,
+            block_size=settings.block_size,
+            nbytes=self.blocks * settings.block_size * slot_nbytes,
+            max_length=self.max_length,
+        )
 
     @property
     def _keeps_hidden(self) -> bool:

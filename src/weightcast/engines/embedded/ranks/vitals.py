@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from types import TracebackType
@@ -11,10 +10,11 @@ from typing import Self
 import msgspec
 import zmq
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import BEATS, Heartbeat, beat_identity, front_end_address
 from weightcast.engines.embedded.settings import RankSettings
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class Vitals:
@@ -60,9 +60,9 @@ class Pulse:
                 try:
                     socket.send(encoder.encode(beat), zmq.NOBLOCK)
                 except zmq.Again:
-                    log.warning("beat rank=%d: the front end takes no heartbeats", rank)
+                    log.warning("heartbeats not taken")
                 if self._stop.wait(self._settings.engine.heartbeat_s / BEATS):
                     return
                 if os.getppid() != self._settings.parent_pid:
-                    log.error("leave rank=%d: the front end (pid %d) is gone", rank, self._settings.parent_pid)
+                    log.error("front end lost", pid=self._settings.parent_pid)
                     os._exit(1)  # the main thread may hang in a collective and would never see an exception

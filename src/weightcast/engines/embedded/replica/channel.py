@@ -8,12 +8,12 @@ time, and again after sending, which may have taken the signal.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import (
     FromRank,
     ToRank,
@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise MissingExtra("pyzmq", "serve", "a replica of the embedded engine") from error
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _QUEUE = 10_000  # messages per rank and direction
 _MESSAGE_NBYTES = 1 << 28
@@ -123,7 +123,7 @@ class Channel:
     def _take(self, frames: list[bytes]) -> None:
         rank = self._ranks.get(frames[0])
         if rank is None:
-            log.warning("drop message from %r: it is none of our ranks", frames[0][:80])
+            log.warning("message dropped", sender=repr(frames[0][:80]), why="it is none of our ranks")
             return
         if len(frames) != 2:
             self._on_fault(rank, f"sent a message of {len(frames) - 1} frames instead of 1")

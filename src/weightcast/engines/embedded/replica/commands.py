@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Acknowledged, Action, Command, Job
 from weightcast.engines.embedded.replica.verdicts import joined_error
@@ -68,7 +69,7 @@ class Commands:
         self._last += 1
         for rank in self._ranks:
             try:
-                self._send(rank, Command(id=self._last, action=action))
+                self._send(rank, _command(self._last, action))
             except ReplicaFailed:
                 continue
 
@@ -98,7 +99,7 @@ class Commands:
             raise self._failure
         for rank in self._ranks:
             if rank not in pending.answers:
-                self._send(rank, Command(id=pending.number, action=action))
+                self._send(rank, _command(pending.number, action))
 
     def _results(self, pending: _Pending, name: str, timeout_s: float) -> list[Any]:
         missing = [rank for rank in self._ranks if rank not in pending.answers]
@@ -112,6 +113,12 @@ class Commands:
         if errors:
             raise joined_error(f"command {name}", errors, len(answers))
         return [answer.result for answer in answers]
+
+
+def _command(number: int, action: Action) -> Command:
+    """With the ids that the ranks log."""
+    ids = logs.ids()
+    return Command(id=number, action=action, request_id=ids.get("request_id", ""), update_id=ids.get("update_id", ""))
 
 
 async def _settled(done: asyncio.Future[None], timeout_s: float) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.base import RankWeights, WeightsStatus
 from weightcast.engines.embedded.messages import DescribeWeights, Digest, Rollback, Verify
@@ -20,6 +21,8 @@ from weightcast.engines.states import TABLE, Operation
 from weightcast.errors import Corrupt, InvalidInput, NotFound, VersionNotServed, WeightcastError
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import Manifest
+
+log = logs.get(__name__)
 
 _LOOK_S = 30.0
 _REMEMBERED = 64  # manifests
@@ -97,6 +100,7 @@ class Inspection:
                 self._host.fail(f"the rollback failed: {error}")
                 raise
             updates.served, updates.previous = updates.previous, None
+            log.info("replica rolled back", version=updates.served.version)
             self._host.rest()
 
     async def newest(self) -> str:

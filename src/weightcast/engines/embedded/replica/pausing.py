@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.base import TAGS, Aborted, AbortReport, PauseMode, Tag
 from weightcast.engines.embedded.messages import Freeze, Rebuild, Release, Thaw
 from weightcast.engines.embedded.replica.host import Host
 from weightcast.engines.states import Operation, ReplicaState
 from weightcast.errors import DeadlineExceeded, NotReady, WrongState
+
+log = logs.get(__name__)
 
 Load = Callable[[Deadline], Awaitable[None]]
 
@@ -59,6 +62,7 @@ class Pausing:
                 frozen = self.paused and mode == "wait"  # by sleep: what runs cannot end
                 await self._stand_still("keep" if frozen else mode, "the engine is paused", deadline, recompute=clear_cache)
                 self.by_user = True
+                log.info("replica paused", mode=mode, clear_cache=clear_cache)
 
     async def _stand_still(self, mode: PauseMode, reason: str, deadline: Deadline, *, recompute: bool = False) -> None:
         """Compute nothing any more. If that fails, everything goes on."""
@@ -99,6 +103,7 @@ class Pausing:
                 raise WrongState("resume", f"{self._host.state} ({', '.join(sorted(self.asleep))})", [ReplicaState.READY])
             await self._thaw(deadline)
             self.by_user = self.by_sleep = False
+            log.info("replica resumed")
 
     async def _freeze(self, deadline: Deadline, *, recompute: bool = False) -> None:
         await self._host.run.commands.execute(Freeze(recompute=recompute), deadline.remaining())
@@ -117,6 +122,7 @@ class Pausing:
                 known |= matching
                 aborted.append(Aborted(answer.id, answer.made))
                 answer.cancel("the request was aborted on demand")
+        log.info("requests aborted", count=len(aborted))
         return AbortReport(aborted, [asked for asked in ids or () if asked not in known])
 
     # -- sleep -----------------------------------------------------------------------------------------------------------
@@ -132,6 +138,7 @@ class Pausing:
                 freed = await self._release(set(tags) - self.asleep, deadline)
             finally:
                 self._rest()
+            log.info("replica asleep", freed=sorted(tags), asleep=sorted(self.asleep))
             return [seconds | {"rank": rank, "asleep": sorted(self.asleep)} for rank, seconds in enumerate(freed)]
 
     async def _release(self, tags: set[Tag], deadline: Deadline) -> list[dict[str, Any]]:
@@ -160,6 +167,7 @@ class Pausing:
                 if not self.by_user:
                     await self._thaw(deadline)
                 self.by_sleep = False
+            log.info("replica awake", woken=sorted(tags), asleep=sorted(self.asleep))
             return [{"rank": rank, "kv_cache": cost, "asleep": sorted(self.asleep)} for rank, cost in enumerate(seconds)]
 
     def _rest(self, *, loaded: bool = False) -> None:

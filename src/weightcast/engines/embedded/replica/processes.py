@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import subprocess
@@ -12,10 +11,11 @@ from contextlib import suppress
 
 import msgspec
 
+from weightcast import logs
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import ReplicaFailed
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class RankProcess:
@@ -85,7 +85,7 @@ class RankProcess:
         self._child.wait()  # it has ended: returns at once
         if not self._ended.done():
             self._ended.set_result(None)
-        log.debug("reap rank=%d pid=%d: %s", self.rank, self.pid, self.describe_end())
+        log.debug("rank reaped", rank=self.rank, pid=self.pid, how=self.describe_end())
         self._on_exit(self)
 
     async def wait(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Action, Cancel, Submit
 from weightcast.engines.embedded.replica.answers import Answer, Answers
@@ -28,7 +28,7 @@ from weightcast.engines.embedded.settings import EngineSettings
 from weightcast.engines.states import TABLE, UPDATING, Operation, ReplicaState, refusal
 from weightcast.errors import NotFound, NotReady, ReplicaFailed, WeightcastError, WrongState
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 PROGRAM = (sys.executable, "-m", "weightcast.engines.embedded.ranks.process")
 
@@ -215,7 +215,12 @@ class Replica(LiveSurface):
         if "weight" not in self._pausing.asleep:
             await self._updates.reload(deadline)
         self.rest()
-        log.info("serve version=%s start_s=%.3f", self.status.version, time.monotonic() - began)
+        log.info(
+            "replica ready",
+            version=self.status.version,
+            ranks=self.settings.ranks,
+            start_ms=logs.ms(time.monotonic() - began),
+        )
 
     async def _supervise(self) -> None:
         """Wait for a rank to be lost, then bring all back to the committed version, for as long as it takes."""
@@ -240,7 +245,7 @@ class Replica(LiveSurface):
                     await self._updates.reload(Deadline.after(self.settings.start_timeout_s))
                     self.rest()
                 except WeightcastError as error:
-                    log.warning("load version=%s: %s", self.status.version, error)
+                    log.warning("load failed", version=self.status.version, error=error)
                     if self.state is ReplicaState.STAGING:
                         self.turn(ReplicaState.FAILED, reason)
             self._unloaded = self._unloaded and self._state is ReplicaState.FAILED
@@ -253,7 +258,7 @@ class Replica(LiveSurface):
     async def _restart(self) -> bool:
         """Try once, after the delay that is due. Says whether the ranks run again: with weights, or FAILED without."""
         delay_s = self._backoff.next_s()
-        log.warning("restart replica version=%s delay_s=%.1f: %s", self.status.version, delay_s, self._reason)
+        log.warning("replica restarting", version=self.status.version, delay_s=round(delay_s, 1), why=self._reason)
         await asyncio.sleep(delay_s)
         try:
             check_config(Path(self.settings.model_dir), self._config_digest)
@@ -263,7 +268,7 @@ class Replica(LiveSurface):
         except Exception as error:
             reason, mended = str(error), isinstance(error, WeightcastError) and not isinstance(error, NotFound)
             if not isinstance(error, WeightcastError):
-                log.exception("crash restart")  # to give up would be worse, whatever it is
+                log.exception("restart crashed")  # to give up would be worse, whatever it is
                 reason = f"the restart failed: {type(error).__name__}: {error}"
             alive = self._run is not None and self._run.alive
             if alive and not isinstance(error, ReplicaFailed):
@@ -279,7 +284,7 @@ class Replica(LiveSurface):
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        log.error("crash supervisor: %s", error, exc_info=error)
+        log.error("supervisor crashed", trace=error, error=error)
         self.fail(f"the supervisor failed: {type(error).__name__}: {error}")
 
     # -- states ----------------------------------------------------------------------------------------------------------
@@ -313,7 +318,7 @@ class Replica(LiveSurface):
             self._cancel(answer.id)
         self.gate.drop()
         self.answers.end_all("error", reason)
-        log.error("fail replica: %s", reason)
+        log.error("replica failed", why=reason)
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
@@ -346,4 +351,4 @@ class Replica(LiveSurface):
             for timer in self._drains:
                 timer.cancel()
             self.turn(ReplicaState.CLOSED, "closed")
-            log.info("close replica restarts=%d", self._restarts)
+            log.info("replica closed", restarts=self._restarts)

@@ -6,12 +6,12 @@ Nothing is shared between two starts: each has its own directory, socket and cou
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import (
     PROTOCOL,
     Acknowledged,
@@ -35,7 +35,7 @@ from weightcast.engines.embedded.replica.vitals import PATIENCE, TICKS, Attentio
 from weightcast.engines.embedded.settings import EngineSettings, RankSettings
 from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 SHUTDOWN_S, TERMINATE_S, KILL_S = 5.0, 2.0, 5.0
 # A rank that ends by itself says why, and its peers may have more to say: that long their words are waited for.
@@ -118,10 +118,15 @@ class Run:
                 rank=rank,
                 run_dir=str(path),
                 parent_pid=os.getpid(),
-                log_level=log.getEffectiveLevel(),
+                log_level=log.level,
+                log_json=logs.as_json(),
             )
             self._processes.append(RankProcess(self._program, settings, partial(self._guard, self._exited)))
-        log.info("start replica ranks=%d pids=%s run_dir=%s", ranks, self.pids, path)
+        engine = self._settings
+        log.info(
+            "ranks started", ranks=ranks, pids=self.pids, model_dir=engine.model_dir, device=engine.device,
+            dtype=engine.dtype, graphs=engine.graphs, source=engine.source, heartbeat_s=engine.heartbeat_s, run_dir=path,
+        )  # fmt: skip
         self._tick()
 
     def send(self, rank: int, message: ToRank) -> None:
@@ -144,7 +149,7 @@ class Run:
                 self.commands.announce(Shutdown())
                 left = await wait_all(self._processes, SHUTDOWN_S)
                 for process in left:
-                    log.warning("terminate rank=%d pid=%d: it did not leave when told", process.rank, process.pid)
+                    log.warning("rank terminated", rank=process.rank, pid=process.pid, why="it did not leave when told")
                     process.terminate()
                 await wait_all(left, TERMINATE_S)
         finally:
@@ -163,7 +168,7 @@ class Run:
             self._channel.close()
         try:
             for process in await wait_all(self._processes, KILL_S):
-                log.error("leave rank=%d pid=%d: it outlives SIGKILL for %g s", process.rank, process.pid, KILL_S)
+                log.error("rank left", rank=process.rank, pid=process.pid, why=f"it outlives SIGKILL for {KILL_S:g} s")
         finally:
             self._run_dir.remove()
 
@@ -228,7 +233,9 @@ class Run:
         now = self._attention.at(self._loop.time())
         if self._attention.missed_s - missed_s > self._settings.heartbeat_s:
             log.warning(
-                "late front end missed_s=%.1f: this is not held against the ranks", self._attention.missed_s - missed_s
+                "front end late",
+                missed_ms=logs.ms(self._attention.missed_s - missed_s),
+                why="this is not held against the ranks",
             )
         hanging = self._vitals.hanging(now)
         if hanging:
@@ -268,7 +275,7 @@ class Run:
         self._lose(ReplicaFailed("; ".join(problems).rstrip(".") + "."))
 
     def _crash(self, error: Exception) -> None:
-        log.error("crash front end: %s", error, exc_info=error)
+        log.error("front end crashed", trace=error, error=error)
         if not self._ending and not self.failed.done():
             self._lose(ReplicaFailed(f"the front end itself failed: {type(error).__name__}: {error}"))
 
@@ -282,7 +289,7 @@ class Run:
         self.commands.fail(error)
         self.board.fail(error)
         ended = self._answers.end_all("error", str(error))
-        log.error("lose replica requests=%d: %s", ended, error)
+        log.error("rank lost", ranks=sorted(self._problems), requests=ended, error=error)
 
     def _guard(self, act: Callable[..., None], *arguments: object) -> None:
         """Run a callback of the event loop, where an exception would be lost."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
+from weightcast import logs
 from weightcast.engines.embedded.messages import front_end_address
 from weightcast.errors import InvalidInput, StorageFailed
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _PREFIX = "weightcast-run-"
 _SOCKET_PATH_NBYTES = 107
@@ -48,7 +48,7 @@ class RunDir:
         """Delete the directory with all that is in it."""
         if self._lock is None:
             return
-        shutil.rmtree(self.path, onerror=lambda _, path, error: log.warning("leave path=%s: %s", path, error[1]))
+        shutil.rmtree(self.path, onerror=lambda _, path, error: log.warning("directory left", path=path, error=error[1]))
         os.close(self._lock)
         self._lock = None
 
@@ -65,7 +65,7 @@ def _remove_stale(root: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-            log.info("remove path=%s: left by a front end that was killed", path)
+            log.info("directory removed", path=path, why="left by a front end that was killed")
         except BlockingIOError:
             continue
         finally:

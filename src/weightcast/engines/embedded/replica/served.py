@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.base import TransferMode
 from weightcast.engines.embedded.messages import Vote
@@ -29,7 +29,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.route import choose_version
 from weightcast.worker.sealing import differences
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _CONFIG_NBYTES = 16 << 20
 _ACKNOWLEDGE_S = 5.0
@@ -142,7 +142,7 @@ async def _beside(read: Callable[[], Manifest], what: str, deadline: Deadline) -
         with suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(tell, outcome)
 
-    threading.Thread(target=run, name="ask-source", daemon=True).start()
+    threading.Thread(target=logs.carried(run), name="ask-source", daemon=True).start()
     try:
         async with asyncio.timeout(deadline.remaining()):
             return await done
@@ -159,10 +159,10 @@ def tell_source(served: Served, name: str) -> None:
                 if isinstance(receiver, AcknowledgingReceiver):
                     receiver.acknowledge(served.manifest, name, deadline=Deadline.after(_ACKNOWLEDGE_S))
         except WeightcastError as error:
-            log.warning("acknowledge version=%s source=%s: %s", served.version, served.source, error)
+            log.warning("acknowledgement failed", version=served.version, source=served.source, error=error)
 
     if urlsplit(served.source).scheme in _NETWORK:
-        threading.Thread(target=tell, name="acknowledge", daemon=True).start()
+        threading.Thread(target=logs.carried(tell), name="acknowledge", daemon=True).start()
 
 
 async def find_checkpoint(directory: str, deadline: Deadline) -> Served:

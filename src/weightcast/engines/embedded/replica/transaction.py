@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Abandon, Commit, Committed, Feed, Revert, Settle, Stage, Vote
 from weightcast.engines.embedded.replica.job_board import Progress
 from weightcast.engines.embedded.replica.run import Run
 from weightcast.errors import CommitFailed, DeadlineExceeded, ReplicaFailed, WeightcastError
+
+log = logs.get(__name__)
 
 COMMAND_S = 30.0  # for commands that ask for no work: they wait for the step that runs, and for earlier commands
 
@@ -111,4 +114,5 @@ class Transaction:
             await self._run.commands.execute(Revert(update=self._update, reason=reason), COMMAND_S)
         except DeadlineExceeded as error:
             raise self._run.give_up(f"does not go back: {error}") from error
+        log.warning("update undone", version=self._wanted.version, error=cause)
         raise CommitFailed(f"{reason} All ranks went back.") from cause

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import threading
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.base import Failure, UpdateRequest, UpdateStatus
 from weightcast.engines.embedded.messages import DescribeWeights, Feed, Vote
@@ -34,7 +34,7 @@ from weightcast.errors import (
 )
 from weightcast.worker.result import UpdateResult
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 _REMEMBERED = 64  # updates
 
@@ -93,7 +93,12 @@ class Updates:
             self._book.popitem(last=False)
         resting = self._host.resting
         self._host.turn(ReplicaState.STAGING, f"staging {request.version or 'the newest version'} from {source}")
-        entry.task = asyncio.create_task(self._update(entry, resting), name=f"update-{entry.status.id}")
+        with logs.bound(update_id=entry.status.id):
+            log.info(
+                "update received", version=request.version, source=source, commit=request.commit, pause=request.pause,
+                timeout_s=request.timeout_s, recover=recover,
+            )  # fmt: skip
+            entry.task = asyncio.create_task(self._update(entry, resting), name=f"update-{entry.status.id}")
         return entry.status
 
     def status(self, update_id: str) -> UpdateStatus:
@@ -149,7 +154,7 @@ class Updates:
         except WeightcastError as error:
             entry.failure, status.phase = error, "failed"
         except Exception as error:
-            log.exception("crash update=%s", status.id)
+            log.exception("update crashed")
             entry.failure = UpdateFailed(f"the update failed: {type(error).__name__}: {error}")
             status.phase = "failed"
         finally:
@@ -160,7 +165,11 @@ class Updates:
         status.ended = time.time()
         if entry.failure is not None:
             status.error = Failure(entry.failure.code, str(entry.failure))
-            log.warning("update version=%s %s: %s", status.version, status.phase, entry.failure)
+            failure, ms = status.error, logs.ms(status.ended - status.began)
+            if status.phase == "cancelled":
+                log.info("update cancelled", version=status.version, ms=ms)
+            else:
+                log.warning("update failed", version=status.version, code=failure.code, error=failure.message, ms=ms)
         if self._host.state in UPDATING:
             await self._look_at_ranks(status)
         if self.on_ended is not None:
@@ -202,6 +211,7 @@ class Updates:
         sound = resting in (ReplicaState.READY, ReplicaState.SLEEPING)
         if sound and self.served is not None and self.served.is_the(coming.manifest):
             status.result = [_nothing_moved(coming, rank) for rank in range(self._host.settings.ranks)]
+            log.info("update not needed", version=coming.version)
             return
         wanted = Wanted(
             feeds=self._feeds(coming, whole=not sound),
@@ -217,14 +227,22 @@ class Updates:
         def progress(nbytes: int, total: int) -> None:
             status.nbytes, status.total = nbytes, total
 
+        began = time.monotonic()
         votes = await transaction.stage(progress)
         if not coming.manifest.sealed:
             coming = await self._sealed(coming, votes, transaction, deadline)
         status.phase = "staged"
         status.nbytes = status.total
+        stage_ms, nbytes = logs.ms(time.monotonic() - began), sum(vote.nbytes for vote in votes)
+        log.info("update staged", version=coming.version, votes=len(votes), nbytes=nbytes, stage_ms=stage_ms)
         self._host.turn(ReplicaState.STAGED, f"{coming.version} is staged on all ranks")
         status.result = await self._commit(status, transaction, coming, deadline)
         status.nbytes = status.total = sum(one["bytes"] for one in status.result)
+        log.info(
+            "update committed", version=coming.version, mode=status.result[0]["mode"], nbytes=status.nbytes,
+            stage_ms=stage_ms, pause_ms=logs.ms(max(one["pause_s"] for one in status.result)),
+            proof_ms=logs.ms(max(one["proof_s"] for one in status.result)),
+        )  # fmt: skip
 
     @staticmethod
     async def _sealed(coming: Served, votes: Sequence[Vote], transaction: Transaction, deadline: Deadline) -> Served:
@@ -280,9 +298,12 @@ class Updates:
     async def load(self, served: Served, deadline: Deadline) -> None:
         """Fill ranks that have no weights: the first load, a restart, a wake-up. The state is the caller's."""
         wanted = Wanted(feeds=self._feeds(served, whole=True), version=served.version, verify_checksum=served.proved)
-        transaction = Transaction(self._host.run, f"load-{uuid.uuid4().hex}", wanted, deadline)
-        await transaction.stage()
-        await self._shielded(transaction.commit(partial(self._decide, served)))
+        update_id, began = f"load-{uuid.uuid4().hex}", time.monotonic()
+        transaction = Transaction(self._host.run, update_id, wanted, deadline)
+        with logs.bound(update_id=update_id):
+            await transaction.stage()
+            await self._shielded(transaction.commit(partial(self._decide, served)))
+            log.info("version loaded", version=served.version, source=served.source, ms=logs.ms(time.monotonic() - began))
 
     async def reload(self, deadline: Deadline) -> None:
         """Fill ranks that have no weights with the committed version. Meanwhile no update can begin."""
