@@ -29,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast import Store
+from weightcast.depot.connection import Connection
 from weightcast.depot.exchange import Reply, Route
 from weightcast.depot.heads import MAX_BODY_NBYTES, MAX_HEAD_NBYTES, Head, parse_head
 from weightcast.depot.server import Depot
@@ -261,7 +262,10 @@ def test_fifty_clients_are_served_at_a_time(depot, store):
     assert not wrong
 
 
-def test_a_full_depot_lets_an_idle_client_go_and_refuses_if_all_are_busy(store):
+@pytest.mark.parametrize("lingers_s", [0, 2])
+def test_a_full_depot_lets_an_idle_client_go_and_refuses_if_all_are_busy(store, monkeypatch, lingers_s):
+    run = Connection.run
+    monkeypatch.setattr(Connection, "run", lambda self: (run(self), time.sleep(lingers_s)))  # it made room once, not twice
     with serving(store, max_connections=2) as depot, connected(depot) as first, connected(depot) as second:
         for sock in (first, second):
             sock.sendall(GET + b"\r\n")

@@ -50,13 +50,14 @@ class Service:
 
 
 class Connection:
-    """A connected client. `idle_since` is set between requests. Only `cut` may be called by other threads."""
+    """A connected client. `idle_since` is set between requests, `was_cut` by `cut`. Other threads may call only that."""
 
     def __init__(self, accepted: socket.socket, peer: str, service: Service) -> None:
         self._socket, self._service, self.peer = accepted, service, peer
         self._lock = threading.Lock()
         self._buffer = bytearray()
         self.idle_since: float | None = None
+        self.was_cut = False
         self.requests = self.failures = self.sent_nbytes = 0
 
     def run(self) -> None:
@@ -83,6 +84,7 @@ class Connection:
 
     def cut(self) -> None:
         """End it at once, whatever it is doing: its thread finds the connection broken."""
+        self.was_cut = True
         with self._lock, suppress(OSError):
             # not SSLSocket.shutdown, which takes the encryption off under the thread that is sending
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

@@ -200,7 +200,8 @@ class _Hall:
 
     def _make_room(self) -> bool:
         """Cut the connection that has been idle for the longest time. False if all are busy."""
-        idle = [(since, one) for one in self._inside if (since := one.idle_since) is not None]
+        # one that was cut already, and has not gone yet, made room for somebody else
+        idle = [(since, one) for one in self._inside if (since := one.idle_since) is not None and not one.was_cut]
         if idle:
             min(idle, key=lambda item: item[0])[1].cut()
         return bool(idle)

@@ -238,10 +238,10 @@ class Updates:
         self._host.turn(ReplicaState.STAGED, f"{coming.version} is staged on all ranks")
         status.result = await self._commit(status, transaction, coming, deadline)
         status.nbytes = status.total = sum(one["bytes"] for one in status.result)
+        pause_s, proof_s = (max(one.get(name, 0.0) for one in status.result) for name in ("pause_s", "proof_s"))
         log.info(
-            "update committed", version=coming.version, mode=status.result[0]["mode"], nbytes=status.nbytes,
-            stage_ms=stage_ms, pause_ms=logs.ms(max(one["pause_s"] for one in status.result)),
-            proof_ms=logs.ms(max(one["proof_s"] for one in status.result)),
+            "update committed", version=coming.version, mode=status.result[0].get("mode"), nbytes=status.nbytes,
+            stage_ms=stage_ms, pause_ms=logs.ms(pause_s), proof_ms=logs.ms(proof_s),
         )  # fmt: skip
 
     @staticmethod
