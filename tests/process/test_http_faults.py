@@ -184,8 +184,8 @@ def test_a_depot_with_another_token_is_passed_over_and_alone_it_refuses_access(s
             stage.land(stage.receiver(guarded[0].url))
 
 
-def test_a_depot_that_goes_away_and_comes_back_is_used_again(stage: Stage) -> None:
-    proxy = stage.proxy()
+def test_a_depot_that_goes_away_in_the_middle_is_told(stage: Stage) -> None:
+    proxy = stage.proxy(rate=2e6)  # so that there is a middle
     receiver = stage.receiver(proxy.url, connections=1)
     landings = receiver.landings(stage.manifest, stage.memory, deadline=soon(60))
     next(landings)

@@ -45,7 +45,7 @@ _VERSION = f"%(prog)s, version %(version)s\nPython {platform.python_version()}, 
 
 
 @click.group(
-    cls=Group, families=_FAMILIES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=Group, families=_FAMILIES, context_settings={"max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="weightcast", message=_VERSION)
 @click.option("-v", "--verbose", count=True, help="Log what happens; twice for every request and piece.")
