@@ -56,11 +56,11 @@ test-slow: $(WORK) ## The full form of the long matrices
 
 lint: $(WORK) ## ruff and mypy (strict on src)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
 
 format: $(WORK) ## Let ruff format the sources
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff format src tests examples tools
 	$(BIN)/ruff check --fix .
 
 build: $(WORK) ## Build the wheel and the sdist into dist/
