@@ -50,7 +50,7 @@ def test_two_ranks_share_one_copy_and_follow_together(steps, model_a, model_b, n
 def test_a_request_that_runs_through_an_update_goes_on_with_the_new_weights(server, steps, model_a, model_b, pause):
     """Its tokens so far stay, and what comes after them is what a fresh engine says after them."""
     old = greedy(model_a, PROMPT, LONG)
-    for _ in range(3):  # a stall of the machine can put the update behind the request's end: then it says nothing
+    for _ in range(3):  # where the client gets no core in time, the update comes behind the request: then it says nothing
         update(server, "step_0", steps)
         answer = answer_through_an_update(server, steps, pause)
         differ = [index for index in range(LONG) if answer[index] != old[index]]
