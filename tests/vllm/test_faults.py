@@ -168,12 +168,20 @@ def test_updates_under_load_without_a_pause(served, steps, model_a, nudged_once,
         client.start()
     for version in ["step_1", "step_2", "step_1", "step_0", "step_2", "step_0"]:
         update(served, version, steps)
+        _await_one_of_each(answers, prompts)  # what runs then began with this version, and meets one update at most
     over.set()
     for client in clients:
         client.join(60)
     odd = [answer for answer in answers if not _of_one_or_two(*answer, list(folders.values()))]
     assert not odd
     assert len(answers) > 6
+
+
+def _await_one_of_each(answers: list[tuple[list[int], list[int]]], prompts: list[list[int]]) -> None:
+    seen, end = len(answers), time.monotonic() + 60
+    while any(prompt not in [asked for asked, _ in answers[seen:]] for prompt in prompts):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def _of_one_or_two(prompt: list[int], answer: list[int], folders: list[Path]) -> bool:
