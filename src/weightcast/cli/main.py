@@ -44,9 +44,7 @@ _LONG_RUNNING = ("serve", "depot")  # whoever runs these reads their log: it beg
 _VERSION = f"%(prog)s, version %(version)s\nPython {platform.python_version()}, {platform.system()} {platform.machine()}"
 
 
-@click.group(
-    cls=Group, families=_FAMILIES, context_settings={"max_content_width": 110}
-)
+@click.group(cls=Group, families=_FAMILIES, context_settings={"max_content_width": 110})
 @click.version_option(__version__, prog_name="weightcast", message=_VERSION)
 @click.option("-v", "--verbose", count=True, help="Log what happens; twice for every request and piece.")
 @click.option("-q", "--quiet", count=True, help="Log less: the opposite of -v.")
