@@ -21,8 +21,9 @@ class _Manual(click.Command):
 
     def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
         # of each command and not only of the outermost: click remembers the option that it made first
-        given = settings.pop("context_settings", None) or {}
-        super().__init__(*args, context_settings={"help_option_names": ["-h", "--help"], **given}, **settings)
+        given = settings.get("context_settings") or {}
+        settings["context_settings"] = {"help_option_names": ["-h", "--help"], **given}
+        super().__init__(*args, **settings)
         self.sections = sections or {}
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's
