@@ -44,8 +44,8 @@ SETTINGS = {
 
 
 @contextmanager
-def vllm_serve(model: Path, log_path: Path) -> Iterator[str]:
-    """`vllm serve` with weightcast as its weight transfer; gives its URL when it serves."""
+def vllm_serve(model: Path, store: Path, log_path: Path) -> Iterator[str]:
+    """`vllm serve` with weightcast as its weight transfer; gives its URL when it serves. It takes versions of `store`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,7 +54,8 @@ def vllm_serve(model: Path, log_path: Path) -> Iterator[str]:
         "--enforce-eager", "--skip-tokenizer-init", "--weight-transfer-config", json.dumps({"backend": "weightcast"}),
     ]  # fmt: skip
     with log_path.open("wb") as log:
-        process = subprocess.Popen(list(map(str, command)), env={**os.environ, **SETTINGS}, stdout=log, stderr=log)
+        settings = {**os.environ, **SETTINGS, "WEIGHTCAST_ALLOW_SOURCE": f"file://{store}"}
+        process = subprocess.Popen(list(map(str, command)), env=settings, stdout=log, stderr=log)
     try:
         wait_until_healthy(f"http://127.0.0.1:{port}", process, log_path)
         yield f"http://127.0.0.1:{port}"
@@ -120,7 +121,7 @@ def run(model: Path, directory: Path) -> None:
     assert second.payload is not None
     print(f"step_0: full, {first.nbytes:,} bytes; step_1: a delta on it, {second.payload.nbytes:,} bytes", flush=True)
 
-    with vllm_serve(model, directory / "vllm.log") as url:
+    with vllm_serve(model, directory / "store", directory / "vllm.log") as url:
         fleet = VllmFleet([url])  # or many servers: all of them take a version, or none does
         before = tokens(url)
         print(f"vllm serve answers       {before}")

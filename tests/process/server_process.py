@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ WAIT_S = 30
 class ServerProcess:
     """A running server. Its temporary directory is its own, so that whatever lies there at the end is what it left."""
 
-    def __init__(self, model_dir: Path, *arguments: object) -> None:
+    def __init__(self, model_dir: Path, *arguments: object, logging: Sequence[str] = ()) -> None:
         self.tmp_dir = Path(tempfile.mkdtemp(prefix="wc-"))  # short: the paths of sockets must be
         self.log = self.tmp_dir.with_name(f"{self.tmp_dir.name}.log")
         self.port_file = self.tmp_dir.with_name(f"{self.tmp_dir.name}.port")
         command = [
-            sys.executable, "-m", "weightcast", "serve", model_dir, "--served-model-name", "tiny", "--port", 0,
-            "--port-file", self.port_file, "--threads", 1, *arguments,
+            sys.executable, "-m", "weightcast", *logging, "serve", model_dir,
+            "--served-model-name", "tiny", "--port", 0, "--port-file", self.port_file, "--threads", 1, *arguments,
         ]  # fmt: skip
         environ = {**os.environ, "TMPDIR": str(self.tmp_dir), "PYTHONDONTWRITEBYTECODE": "1"}
         with self.log.open("wb") as log:
@@ -121,9 +121,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(model_dir: Path, *arguments: object) -> Iterator[ServerProcess]:
-    """A server that takes requests; it is ended whatever happens."""
-    server = ServerProcess(model_dir, *arguments)
+def server_process(model_dir: Path, *arguments: object, logging: Sequence[str] = ()) -> Iterator[ServerProcess]:
+    """A server that takes requests; it is ended whatever happens. `logging` are options that stand before the command."""
+    server = ServerProcess(model_dir, *arguments, logging=logging)
     try:
         server.wait_ready()
         yield server

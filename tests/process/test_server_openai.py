@@ -41,6 +41,7 @@ def test_an_answer_is_the_same_streamed_and_whole(server, client):
     version = server.health()["version"]
     spans = [{"start": 0, "end": 24, "version": version}]
     assert whole.choices[0].weight_versions == chunks[-2].choices[0].weight_versions == spans
+    assert {choice.weight_version for chunk in chunks for choice in chunk.choices} == {version}
     assert client.models.list().data[0].weight_version == version
 
 
@@ -51,6 +52,8 @@ def test_a_chat_is_answered_and_streamed(client):
 
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
+    version = client.models.list().data[0].weight_version
+    assert {choice.weight_version for chunk in chunks for choice in chunk.choices} == {version}
     assert whole.choices[0].finish_reason in ("stop", "length")
 
 

@@ -226,7 +226,7 @@ def serving(model_dir: Path, **options: object) -> Iterator[Running]:
     tokenizer = Tokenizer.read(model_dir)
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    http = httpx.Client(base_url=url, timeout=WAIT_S)
+    http = httpx.Client(base_url=url, timeout=WAIT_S, headers={"content-type": "application/json"})
     started: list[Running] = []
     ready = threading.Event()
 
@@ -286,7 +286,7 @@ def read_metrics(url):
             _, _, name, kind = line.split(" ")
             types[name] = kind
         elif not line.startswith("# HELP"):
-            matched = re.fullmatch(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})? (-?[0-9.e+]+)', line)
+            matched = re.fullmatch(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\]|\\.)*",?)+\})? (-?[0-9.]+(?:e[+-][0-9]+)?)', line)
             assert matched, line
             assert any(matched[1] in (name, f"{name}_bucket", f"{name}_sum", f"{name}_count") for name in types)
             samples[matched[1] + (matched[2] or "")] = float(matched[3])

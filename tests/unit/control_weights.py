@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from weightcast.engines.base import (
     Aborted,
     AbortReport,
     Failure,
+    Pin,
     RankWeights,
     UpdateRequest,
     UpdateStatus,
@@ -34,6 +34,7 @@ from weightcast.worker.result import UpdateResult
 
 NBYTES = 1000  # of each rank, in every version
 RANKS = 2
+_TIMED = {"staging": "stage", "staged": "wait", "committing": "commit", "proving": "proof"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class EchoWeights:
     is_paused: bool = False
     asleep: set[str] = field(default_factory=set)
     previous: str | None = None
+    pin: Pin | None = None
     updates: dict[str, UpdateStatus] = field(default_factory=dict)
     asked: int = 0
     looks: int = 0
@@ -108,6 +110,7 @@ class EchoWeights:
             version=status.version, root_digest=status.root_digest, source=self.source or "", sequence=1,
             since=status.since, previous=self.previous, paused=self.is_paused, asleep=tuple(sorted(self.asleep)),
             update=next((one.id for one in self.updates.values() if one.ended is None), None), ranks=ranks,
+            pin=self.pin,
         )  # fmt: skip
 
     async def look_at_weights(self) -> WeightsStatus:
@@ -127,7 +130,8 @@ class EchoWeights:
         self.requests.append(request)
         status = UpdateStatus(id=uuid.uuid4().hex, request=request, version=version, source=source, total=RANKS * NBYTES)
         self.updates[status.id] = status
-        self.tasks[status.id] = asyncio.create_task(self._update(status, self.status.state))
+        pin = None if request.follow or version == self.published[-1] else self._pin(version, "explicit")
+        self.tasks[status.id] = asyncio.create_task(self._update(status, self.status.state, pin))
         self._turn("STAGING", "an update")
         return replace_struct(status)
 
@@ -168,9 +172,21 @@ class EchoWeights:
         self.calls.append(("rollback", timeout_s))
         if self.previous is None:
             raise NotFound("no previous version is held.")
+        self.pin = self._pin(self.previous, "rollback")
         self._serve(self.previous)
         self.previous = None
         return self.weights
+
+    async def resume_following(self, *, timeout_s: float) -> WeightsStatus:
+        self.pin = None
+        return self.weights
+
+    async def ends_pin(self, version: str) -> bool:
+        return self.pin is None or self.published.index(version) > self.pin.sequence
+
+    def _pin(self, version: str, why: str) -> Pin:
+        newest = len(self.published) - 1
+        return Pin(version=version, away_from=self.published[newest], why=why, since=0.0, sequence=newest)
 
     async def digest(self, names: Collection[str], algorithm: str, *, timeout_s: float) -> list[dict[str, object]]:
         self.calls.append(("digest", tuple(names), algorithm, timeout_s))
@@ -239,23 +255,23 @@ class EchoWeights:
 
     # -- an update -------------------------------------------------------------------------------------------------------
 
-    async def _update(self, status: UpdateStatus, rested: str) -> None:
+    async def _update(self, status: UpdateStatus, rested: str, pin: Pin | None) -> None:
         mode = "none" if status.version == self.status.version else "copy"
         error: WeightcastError | None = None
         try:
             async with asyncio.timeout(status.request.timeout_s):
                 await self._phases(status)
             self.previous, status.nbytes = self.status.version, status.total if mode == "copy" else 0
+            self.pin = pin
             self._serve(status.version, "READY" if rested == "FAILED" else rested)
             status.result = [_result(status, rank, mode) for rank in range(RANKS)]
-            status.phase = "done"
         except asyncio.CancelledError:
-            error, status.phase = UpdateCancelled("the update was cancelled. No weights were changed."), "cancelled"
+            error = UpdateCancelled("the update was cancelled. No weights were changed.")
         except TimeoutError:
-            error, status.phase = DeadlineExceeded("the update", status.request.timeout_s), "failed"
+            error = DeadlineExceeded("the update", status.request.timeout_s)
         except WeightcastError as raised:
-            error, status.phase = raised, "failed"
-        status.ended = time.time()
+            error = raised
+        status.end("done" if error is None else "cancelled" if isinstance(error, UpdateCancelled) else "failed")
         if error is not None:
             self.errors[status.id], status.error = error, Failure(error.code, str(error))
             self._turn(rested, "serving")
@@ -265,6 +281,7 @@ class EchoWeights:
     async def _phases(self, status: UpdateStatus) -> None:
         for phase in ("staging", "staged", "committing", "proving"):
             status.phase = phase
+            status.timeline.enter(_TIMED[phase])
             if phase in ("staged", "committing"):
                 self._turn(phase.upper(), "an update")
             if phase == "staging":
@@ -294,20 +311,16 @@ def replace_struct(status: UpdateStatus) -> UpdateStatus:
 
 
 def _result(status: UpdateStatus, rank: int, mode: str) -> dict[str, object]:
-    seconds = 0.0 if mode == "none" else 0.25 * (rank + 1)
-    result = UpdateResult(
-        version=status.version, rank=rank, source=status.source, mode=mode, tensors=3,
-        bytes=0 if mode == "none" else NBYTES,
-        stage_s=seconds, verify_s=seconds, commit_s=seconds, total_s=3 * seconds,
-    )  # fmt: skip
-    return result.as_dict() | {"pause_s": seconds, "proof_s": seconds}
+    nbytes = 0 if mode == "none" else NBYTES
+    result = UpdateResult(version=status.version, rank=rank, source=status.source, mode=mode, tensors=3, bytes=nbytes)
+    return result.as_dict() | {"pause_s": 0.0 if mode == "none" else 0.25 * (rank + 1)}
 
 
 def forget(engine: EchoWeights) -> None:
     """Everything as it was after the start, for the next test."""
     engine.asleep.clear()
     engine.status, engine.published, engine.source = EchoStatus(), ["step_1"], "echo://store"
-    engine.hold = engine.fail = engine.previous = None
+    engine.hold = engine.fail = engine.previous = engine.pin = None
     engine.is_paused = engine.corrupt = engine.source_dead = False
     engine.calls.clear()
     engine.requests.clear()

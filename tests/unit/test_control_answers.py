@@ -210,6 +210,19 @@ def test_each_token_keeps_the_version_that_made_it(server, client):
     assert choice.weight_versions == last.weight_versions == spans
 
 
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_every_chunk_of_a_stream_names_the_version_that_made_its_tokens(server, client, ask):
+    server.engine.switch_at, server.engine.per_step = 5, 3
+    asked = {"max_tokens": 9, "stream": True, "extra_body": {"return_token_ids": True}}
+    chunks = [chunk.choices[0] for chunk in ask(client, **asked)]
+
+    made = [chunk.weight_version for chunk in chunks for _ in getattr(chunk, "token_ids", ())]
+    spans = chunks[-1].weight_versions
+    assert made == [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    assert [chunk.weight_version for chunk in chunks] == sorted(chunk.weight_version for chunk in chunks)
+    assert {chunk.weight_version for chunk in chunks} == {"step_1", "step_2"}
+
+
 def test_log_probabilities_of_a_completion(client):
     logprobs = complete(client, "aé", max_tokens=3, logprobs=2).choices[0].logprobs
 

@@ -1,6 +1,7 @@
 """Following a source, and what is counted of updates."""
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -52,7 +53,7 @@ def test_each_new_version_is_taken_once(server):
     turns(server)
 
     assert server.engine.requests == [
-        UpdateRequest(version=version, commit="swap", timeout_s=9) for version in ("step_2", "step_3")
+        UpdateRequest(version=version, commit="swap", timeout_s=9, follow=True) for version in ("step_2", "step_3")
     ]
     assert read_metrics(server.url)['weightcast_weight_updates_total{outcome="done"}'] == 2
 
@@ -85,6 +86,45 @@ def test_what_an_operator_chose_stays_too(server):
     assert server.engine.status.version == "step_0"
 
 
+def test_a_pin_outlives_the_ranks_and_ends_when_following_is_resumed(server):
+    server.engine.published[:] = ["step_0", "step_1"]
+    assert update(server, version="step_0").status_code == 200
+    server.engine.status = EchoStatus(version="step_0", restarts=1)
+    turns(server)
+    assert server.http.get("/v1/weights").json()["result"]["pin"]["away_from"] == "step_1"
+    assert server.engine.status.version == "step_0"
+
+    assert server.http.post("/v1/weights/follow").json()["result"]["pin"] is None
+    wait_for(lambda: server.engine.status.version == "step_1")
+
+
+def test_a_failed_replica_that_is_pinned_is_brought_back_to_what_it_was_pinned_to(server):
+    server.engine.published[:] = ["step_0", "step_1"]
+    assert update(server, version="step_0").status_code == 200
+    server.engine.status = EchoStatus(state="FAILED", reason="torn", version="step_0")
+    wait_for(lambda: ("recover",) in server.engine.calls)
+
+    assert server.engine.requests[-1].version is None
+
+
+def test_an_answer_that_is_older_than_an_operators_update_is_not_taken():
+    async def run():
+        engine = EchoEngine()
+        await engine.start()
+        follower = Follower(engine, UpdateRequest(), poll_s=1000)
+
+        async def slow():
+            engine.published.append("step_2")
+            engine.status = EchoStatus(version="step_2")  # an operator's, meanwhile
+            return "step_1"
+
+        engine.newest_version = slow
+        await follower.turn()
+        assert engine.requests == []
+
+    asyncio.run(run())
+
+
 def test_a_cancelled_version_is_not_taken_again(server):
     server.engine.hold = "staging"
     server.engine.published.append("step_2")
@@ -100,10 +140,12 @@ def test_a_cancelled_version_is_not_taken_again(server):
 
 
 def test_a_version_that_fails_is_tried_again_and_told_once(server, caplog):
+    caplog.set_level(logging.INFO, "weightcast.control.follow")
     server.engine.fail = ("staging", SourceFailed("the source died halfway."))
     server.engine.published.append("step_2")
     wait_for(lambda: len(server.engine.requests) >= 3)
-    assert sum("died halfway" in record.message for record in caplog.records) == 1
+    told = [record.message for record in caplog.records if record.name == "weightcast.control.follow"]
+    assert [line.partition(" retry_s")[0] for line in told] == ["version not taken  version=step_2 code=source_failed"]
 
     server.engine.fail = None
     wait_for(lambda: server.engine.status.version == "step_2")
@@ -266,9 +308,9 @@ def test_updates_are_counted(model_dir):
         engine = server.engine
         engine.published += ["step_2", "step_3"]
         client.completions.create(model=MODEL, prompt="abc", max_tokens=5)
-        update(server, version="step_2")
+        answers = [update(server, version="step_2").json()["result"]]
         client.completions.create(model=MODEL, prompt="abc", max_tokens=7, n=2)
-        update(server, version="step_2")
+        answers.append(update(server, version="step_2").json()["result"])
         engine.fail = ("staging", SourceFailed("it died."))
         update(server, version="step_3")
         engine.fail, engine.hold = None, "staging"
@@ -283,11 +325,11 @@ def test_updates_are_counted(model_dir):
     assert [updates(one) for one in ("done", "same", "source_failed", "update_cancelled")] == [1, 1, 1, 1]
     failures = {name: value for name, value in samples.items() if "weight_update_failures_total" in name}
     assert failures == {'weightcast_weight_update_failures_total{cause="source_failed"}': 1}
-    for phase in ("stage", "verify", "commit", "proof", "total"):
-        slowest = 1.5 if phase == "total" else 0.5
-        assert samples[f'weightcast_weight_update_seconds_sum{{phase="{phase}"}}'] == slowest
-        assert samples[f'weightcast_weight_update_seconds_count{{phase="{phase}"}}'] == 1
-        assert samples[f'weightcast_weight_update_seconds_bucket{{phase="{phase}",le="+Inf"}}'] == 1
+    for phase in ("lookup", "stage", "verify", "wait", "commit", "proof", "settle", "total"):
+        told = sum(ranks[0][f"{phase}_s"] for ranks in answers)
+        assert samples[f'weightcast_weight_update_seconds_sum{{phase="{phase}"}}'] == pytest.approx(told, abs=1e-6)
+        assert samples[f'weightcast_weight_update_seconds_count{{phase="{phase}"}}'] == 2
+        assert samples[f'weightcast_weight_update_seconds_bucket{{phase="{phase}",le="+Inf"}}'] == 2
     assert (samples["weightcast_weight_pause_seconds_sum"], samples["weightcast_weight_pause_seconds_count"]) == (0.5, 1)
     assert samples["weightcast_weight_update_bytes_total"] == 2 * 1000 + 2 * 500
     assert samples['weightcast_completion_tokens_by_version_total{version="step_1"}'] == 5

@@ -13,7 +13,7 @@ CALLS = "pause", "sleep", "wake", "resume"
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    with serving(write_model_dir(tmp_path_factory.mktemp("model"))) as server:
+    with serving(write_model_dir(tmp_path_factory.mktemp("model")), legacy_get=True) as server:
         yield server
 
 

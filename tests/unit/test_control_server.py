@@ -16,7 +16,7 @@ from weightcast.cli.serve import serve as serve_command
 from weightcast.control.listening import listen, port_told, url_of
 from weightcast.control.prometheus import Histogram
 from weightcast.control.server import serve
-from weightcast.control.settings import ServerSettings
+from weightcast.control.settings import ServerSettings, Token
 from weightcast.control.tokenizer import Tokenizer
 from weightcast.errors import InvalidInput, MissingExtra, NotFound, ReplicaFailed, StorageFailed
 
@@ -236,3 +236,39 @@ def test_the_command_names_the_extra_that_is_missing(tmp_path, monkeypatch):
 def test_settings_that_cannot_work_are_all_named():
     with pytest.raises(InvalidInput, match=r"request_timeout_s=0.*drain_timeout_s=-1.*port=70000.*model_name"):
         ServerSettings(model_name="", port=70000, request_timeout_s=0, drain_timeout_s=-1)
+
+
+def test_a_token_comes_from_a_file_or_else_from_the_environment(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "token"
+    path.write_text("from-the-file\n")
+    path.chmod(0o640)
+
+    assert Token.read(None, "WEIGHTCAST_CONTROL_TOKEN") is None
+    monkeypatch.setenv("WEIGHTCAST_CONTROL_TOKEN", "from-the-environment")
+    assert Token.read(None, "WEIGHTCAST_CONTROL_TOKEN").is_shown({"authorization": "Bearer from-the-environment"})
+    token = Token.read(path, "WEIGHTCAST_CONTROL_TOKEN")
+    assert token.is_shown({"authorization": "bearer  from-the-file "})
+    assert not token.is_shown({"authorization": "Bearer from-the-environment"})
+    assert "from-the" not in f"{token} {ServerSettings(model_name=MODEL, control_token=token)}"
+    assert "open to others" not in caplog.text
+    path.chmod(0o644)
+    Token.read(path, "WEIGHTCAST_CONTROL_TOKEN")
+    assert "open to others" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "two words", "caf\u00e9", "x" * 5000])
+def test_a_token_that_cannot_be_sent_is_refused(text):
+    with pytest.raises(InvalidInput, match="a token must be"):
+        Token(text)
+
+
+@pytest.mark.parametrize("option", ["--source", "--allow-source"])
+def test_the_command_refuses_a_source_that_cannot_be_allowed(model_dir, option):
+    with pytest.raises(InvalidInput, match=r"http://user@host:1|must not hold a name or password"):
+        serve_command.main([str(model_dir), option, "http://user@host:1"], standalone_mode=False)
+
+
+def test_a_name_that_the_operator_allows_may_be_called_without_a_token(model_dir):
+    with serving(model_dir, allow_hosts=("Gen-0.cluster",)) as server:
+        assert server.http.get("/v1/weights", headers={"host": "gen-0.cluster:8000"}).status_code == 200
+        assert server.http.get("/v1/weights", headers={"host": "gen-1.cluster:8000"}).status_code == 403

@@ -32,6 +32,11 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def allowed_sources(monkeypatch):
+    monkeypatch.setenv("WEIGHTCAST_ALLOW_SOURCE", "file:///* http://127.0.0.1:*")
+
+
 @pytest.fixture
 def server():
     with serving() as one:
@@ -162,6 +167,27 @@ def test_a_bad_version_changes_no_bit_and_the_next_update_works(server, store, f
     assert server.get("/model_info")["weight_version"] == ("default" if first_update else "step_1")
     assert update(server, url(store, "step_2"), "step_2")["success"]
     assert held(server) == [bits_of(SECOND)]
+
+
+def test_a_source_that_callers_may_not_name_is_not_opened(server, store, tmp_path, monkeypatch):
+    update(server, url(store, "step_1"), "step_1")
+    before = held(server)
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        port = elsewhere.getsockname()[1]
+        stolen = update(server, f"http://127.0.0.1:{port}?token_file={secret}#step_2")
+        probed = update(server, f"http://localhost:{port}#step_2")
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
+    monkeypatch.delenv("WEIGHTCAST_ALLOW_SOURCE")
+    nothing = update(server, url(store, "step_2"))
+
+    assert [reply["success"] for reply in (stolen, probed, nothing)] == [False] * 3
+    assert "must not set token_file" in stolen["message"]
+    assert all("WEIGHTCAST_ALLOW_SOURCE" in reply["message"] for reply in (stolen, probed, nothing))
+    assert held(server) == before
 
 
 def test_a_dead_source_changes_nothing(server, store):

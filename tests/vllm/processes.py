@@ -28,6 +28,7 @@ ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM would take a large share of the machine
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that update weights
+    "WEIGHTCAST_ALLOW_SOURCE": "file:///* checkpoint:///* ipc:///* http://127.0.0.1:* shares+http://127.0.0.1:* nixl://127.0.0.1:*",
 }
 STOP_S = 60
 CHILDREN_S = 10  # for children to notice that their parent has ended

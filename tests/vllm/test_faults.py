@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -82,6 +83,20 @@ def test_a_source_that_is_not_there(served):
     refused(served, "other", "file:///nowhere", "nowhere")
     refused(served, "other", "smoke://signal", "smoke")
     refused(served, "nowhere", "", "source")
+
+
+def test_a_source_that_callers_may_not_name_is_not_opened(served, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.5)
+        port = elsewhere.getsockname()[1]
+        refused(served, "other", f"http://127.0.0.1:{port}?token_file={secret}", "must not set token_file")
+        refused(served, "other", f"http://localhost:{port}", "WEIGHTCAST_ALLOW_SOURCE")
+        reply = served.post("/collective_rpc", {"method": "weightcast_stage", "kwargs": {"source": f"http://[::1]:{port}"}})
+        assert "WEIGHTCAST_ALLOW_SOURCE" in reply.text
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, None], ids=["killed", "stopped for ever"])

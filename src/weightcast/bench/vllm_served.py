@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from weightcast.clock import Deadline
+from weightcast.config import ALLOW_SOURCE
 from weightcast.errors import DeadlineExceeded, MissingExtra, ReplicaFailed
 
 START_S = 300.0
@@ -37,13 +38,14 @@ def vllm_program() -> Path:
 
 @contextmanager
 def vllm_served(model_dir: Path, scratch: Path) -> Iterator[int]:
-    """A server with our backend; gives its port when it is ready. Its log is in `scratch`."""
+    """A server with our backend that takes what is in `scratch`; gives its port when it is ready. Its log is there too."""
     program = vllm_program()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     command = [
-        "/usr/bin/env", *_SETTINGS, str(program), "serve", str(model_dir), "--served-model-name", _MODEL,
+        "/usr/bin/env", *_SETTINGS, f"{ALLOW_SOURCE}=file://{scratch.absolute()}/*", str(program),
+        "serve", str(model_dir), "--served-model-name", _MODEL,
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "4",
         "--enforce-eager", "--skip-tokenizer-init", "--weight-transfer-config", json.dumps({"backend": "weightcast"}),
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from weightcast import __version__
 from weightcast.control.control_replies import failure_content
 from weightcast.control.control_routes import add_routes
 from weightcast.control.exchange import Exchange
+from weightcast.control.guard import Guard
 from weightcast.control.health import health_content
 from weightcast.control.legacy_routes import LEGACY_ROUTES
 from weightcast.control.metrics import read_stats
@@ -45,7 +46,7 @@ def build_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(WeightcastError, _on_known)
     app.add_exception_handler(Exception, _on_unknown)
-    return RequestIds(app)
+    return RequestIds(Guard(app, service.settings, _CONTROL_PATHS))
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:

@@ -26,10 +26,11 @@ class VersionSpan(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one output of the engine adds to an answer: tokens `start` up to the present end, and text."""
+    """What one output of the engine adds to an answer: tokens `start` up to the present end, text, and their version."""
 
     start: int
     text: str
+    version: str
 
 
 class Choice:
@@ -89,7 +90,7 @@ class Choice:
             self.flush()
             self._texts[-2:] = ["".join(self._texts[-2:])]
         self._end(output)
-        return Piece(first, self._texts[-1])
+        return Piece(first, self._texts[-1], output.version)
 
     def flush(self) -> None:
         """No more tokens come: half a character, and what might have become a stop string, are shown after all."""

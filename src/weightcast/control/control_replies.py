@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from weightcast.control.problems import Problem
+from weightcast.control.problems import Problem, clipped, mismatch_problems
 from weightcast.control.replies import json_reply
 from weightcast.control.statuses import headers_of, status_of
 from weightcast.errors import VersionDoesNotFit, WeightcastError
@@ -35,7 +35,7 @@ def success_reply(request_id: str, reply: Reply) -> Response:
 
 def failure_content(request_id: str, message: str, code: str, problems: Iterable[Any] = ()) -> dict[str, Any]:
     """The body for a call that failed."""
-    content = {"request_id": request_id, "status": "error", "error_message": message, "result": None, "code": code}
+    content = {"request_id": request_id, "status": "error", "error_message": clipped(message), "result": None, "code": code}
     listed = msgspec.to_builtins(list(problems))
     return content | {"problems": listed} if listed else content
 
@@ -55,9 +55,7 @@ def failure_reply(
     return json_reply({**content, **(beside or {})}, status, {**headers_of(error), **(headers or {})})
 
 
-def _problems_of(error: WeightcastError) -> list[dict[str, str | None]]:
+def _problems_of(error: WeightcastError) -> list[Problem]:
     """What the engine found wrong. An error that came from another process has its message only."""
     mismatches = getattr(error, "mismatches", ()) if isinstance(error, VersionDoesNotFit) else ()
-    if mismatches:
-        return [{"param": one.name, "message": f"{one.kind}: {one.detail}"} for one in mismatches]
-    return [{"param": None, "message": str(error)}]
+    return mismatch_problems(mismatches) or [Problem(None, clipped(str(error)))]

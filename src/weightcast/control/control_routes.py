@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -19,7 +20,7 @@ from weightcast.control.fields import AnyBody, Strict, decode_object, read_field
 from weightcast.control.problems import Problems
 from weightcast.control.replies import json_reply
 from weightcast.control.request_ids import control_id_of
-from weightcast.control.service import Service
+from weightcast.control.service import LARGE_BODY, Service
 from weightcast.errors import DeadlineExceeded, WeightcastError
 
 log = logs.get(__name__)
@@ -92,7 +93,7 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
             return await answered(request)
 
     async def answered(request: Request) -> Response:
-        began = time.perf_counter()
+        began = time.monotonic()
         response = await _answer(service, route, request)
         if _deprecated(route):
             response.headers["deprecation"] = "true"
@@ -103,7 +104,7 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
             method=route.method,
             path=route.path,
             status=response.status_code,
-            ms=logs.ms(time.perf_counter() - began),
+            ms=logs.ms(time.monotonic() - began),
         )
         return response
 
@@ -112,15 +113,22 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
 
 async def _answer(service: Service, route: Route, request: Request) -> Response:
     request_id, problems, headers = control_id_of(request.scope), Problems(), dict[str, str]()
+    if _deprecated(route) and not service.settings.legacy_get:
+        message = f"a GET changes nothing here: POST {route.path}, or start the server with --legacy-get."
+        content = failure_content(request_id, message, "wrong_method")
+        return json_reply(content | legacy_keys(message), 405, {"allow": "POST"})
     try:
         data = await _data(service, route, request)
         if data is NoBody.TOO_LARGE:
-            message = f"the body has more than the {service.settings.max_body_nbytes} bytes allowed."
+            message = f"the body has more than the {service.settings.max_control_body_nbytes} bytes allowed."
             content = failure_content(request_id, message, data.value)
             return json_reply(content | (legacy_keys(message) if route.legacy else {}), 413)
         if isinstance(data, NoBody):
             return Response(status_code=400)  # to nobody: the client has gone
-        body = _read(route, request, data, problems)
+        if len(data) < LARGE_BODY:
+            body = _read(route, request, data, problems)
+        else:
+            body = await asyncio.to_thread(_read, route, request, data, problems)
         reply = await route.handler(Call(service, request, body, problems, headers))
     except WeightcastError as error:
         beside = legacy_keys(str(error)) if route.legacy else None
@@ -131,8 +139,8 @@ async def _answer(service: Service, route: Route, request: Request) -> Response:
 async def _data(service: Service, route: Route, request: Request) -> bytes | NoBody:
     if route.method != "POST":
         return b""
-    settings = service.settings
-    data = await read_body(request.scope, request.receive, limit=settings.max_body_nbytes, timeout_s=settings.body_timeout_s)
+    settings, limit = service.settings, service.settings.max_control_body_nbytes
+    data = await read_body(request.scope, request.receive, limit=limit, timeout_s=settings.body_timeout_s)
     if data is NoBody.TOO_SLOW:
         raise DeadlineExceeded("reading the body", settings.body_timeout_s)
     return data

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from weightcast.control.fields import Strict
 from weightcast.control.problems import Problems
@@ -18,9 +19,20 @@ PAUSE_TIMEOUT_S = 60.0
 WAKE_TIMEOUT_S = 300.0
 LEGACY_TIMEOUT_S = 300.0  # what the old protocol waited
 
+MAX_NAMES = 10_000  # of tensors or requests, in one call
 _LONGEST_S = 7 * 24 * 3600.0  # more would overflow the clocks that some waits are made with
 Seconds = Annotated[float, Field(gt=0, le=_LONGEST_S)]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def _not_too_many(names: Any) -> Any:
+    """Before each of them is looked at."""
+    if isinstance(names, list) and len(names) > MAX_NAMES:
+        raise PydanticCustomError("too_long", f"takes {MAX_NAMES} names at most, not {len(names)}")
+    return names
+
+
+Names = Annotated[list[Name], BeforeValidator(_not_too_many)]
 
 
 class NoFields(Strict):
@@ -60,7 +72,7 @@ class VerifyBody(Strict):
 class DigestBody(Strict):
     """Of `/v1/weights/digest`."""
 
-    names: list[Name] = Field(min_length=1)
+    names: Names = Field(min_length=1)
     algorithm: Algorithm = DEFAULT
     timeout: Seconds = UPDATE_TIMEOUT_S
 
@@ -83,7 +95,7 @@ class AbortBody(Strict):
     """Of `/v1/abort_requests`."""
 
     abort_all: bool = False
-    req_ids: list[Name] = Field(default_factory=list)
+    req_ids: Names = Field(default_factory=list)
     timeout: Seconds = PAUSE_TIMEOUT_S
 
 

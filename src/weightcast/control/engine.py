@@ -115,3 +115,6 @@ class Engine(LiveWeights, Protocol):
 
     async def newest_version(self) -> str:
         """The newest version of the default source. Raises `InvalidInput` without one, else what the source raises."""
+
+    async def ends_pin(self, version: str) -> bool:
+        """Whether a version of the default source is newer than what the pin moved away from. True without a pin."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,8 +21,48 @@ class Strict(BaseModel):
 AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
+MAX_DEPTH = 16
+MAX_KEYS = 64  # of one object
+MAX_VALUES = 100_000  # strings, lists and objects, all of them; numbers are counted by the size of the body
+
+_TOKEN = re.compile(rb'["\[\]{}]|[^"\[\]{}]{1,65536}+')  # one that gives shape, or a run between two
+_STRING = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,64}+("?)', re.DOTALL)  # the next part of one; its end is a group
+
+
+def check_shape(body: bytes) -> None:
+    """Raise `InvalidInput` for a body that is too deep or holds too much, before memory is taken for what it holds.
+
+    A body that is not JSON may pass. The expressions match short runs, so that other threads are not held up.
+    """
+    position, values, after_string = 0, 0, False
+    keys: list[int] = []  # of each list and object that is open
+    while token := _TOKEN.match(body, position):
+        position, text = token.end(), token[0]
+        if text == b'"':
+            values += 1
+            while (part := _STRING.match(body, position)) and part[0]:
+                position = part.end()
+                if part[1]:
+                    break
+        elif text in b"[{":
+            values += 1
+            keys.append(0)
+        elif text in b"]}":
+            del keys[-1:]
+        elif after_string and keys and text.lstrip().startswith(b":"):
+            keys[-1] += 1
+        after_string = text == b'"' or (after_string and text.isspace())
+        if len(keys) > MAX_DEPTH:
+            raise InvalidInput(f"the body is nested more than {MAX_DEPTH} levels deep.")
+        if keys and keys[-1] > MAX_KEYS:
+            raise InvalidInput(f"an object in the body has more than {MAX_KEYS} keys.")
+        if values > MAX_VALUES:
+            raise InvalidInput(f"the body holds more than {MAX_VALUES} strings, lists and objects.")
+
+
 def decode_object(body: bytes) -> dict[str, Any]:
     """The JSON object that a body is. Raises `InvalidInput`."""
+    check_shape(body)
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

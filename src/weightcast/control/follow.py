@@ -23,15 +23,16 @@ _LONGEST_WAIT_S = 60.0
 class Follower:
     """Asks for the newest version now and then, and has the engine updated to it.
 
-    Each version is taken once: what somebody does with the replica afterwards (roll back, another version) stays, until a
-    newer one is published. One that cannot be taken is tried again, less and less often; one that was cancelled is not.
-    Nothing is taken while memory is asleep. A replica that has FAILED is brought back by the same means.
+    A version that an operator chose is pinned: it stays until one is published that is newer than what the operator moved
+    away from. A version that cannot be taken is tried again, less and less often; one that was cancelled is not. Nothing is
+    taken while memory is asleep. A replica that has FAILED is brought back by the same means, or to the version it is pinned
+    to.
     """
 
     def __init__(self, engine: Engine, request: UpdateRequest, *, poll_s: float) -> None:
-        self._engine, self._request, self._poll_s = engine, request, poll_s
-        self._settled = ""  # the last version that was taken, or that nobody wants
-        self._restarts = 0
+        self._engine, self._poll_s = engine, poll_s
+        self._request = msgspec.structs.replace(request, follow=True)
+        self._skipped = ""  # the last version whose update was cancelled
         self._silences = 0
         self._failed, self._failures, self._retry_at = "", 0, 0.0
         self._told: tuple[str, str] | None = None
@@ -46,8 +47,10 @@ class Follower:
         """Look at the source once, and take what is new."""
         if not self._may_update():
             return
+        version, pin = self._engine.status.version, self._engine.weights.pin
         try:
             newest = await within(_ASK_S, "asking for the newest version", self._engine.newest_version())
+            free = pin is None or await within(_ASK_S, f"asking for version {newest}", self._engine.ends_pin(newest))
         except Exception as error:  # noqa: BLE001 - whatever it is, a later turn may do better
             self._silences += 1
             self._tell("", error)
@@ -55,8 +58,10 @@ class Follower:
         self._silences = 0
         if newest != self._failed:
             self._failed, self._failures, self._retry_at = "", 0, 0.0
-        if self._wants(newest) and asyncio.get_running_loop().time() >= self._retry_at:
-            await self._take(newest)
+        if (self._engine.status.version, self._engine.weights.pin) != (version, pin):  # an operator decided meanwhile
+            return
+        if self._wants(newest, free=free) and asyncio.get_running_loop().time() >= self._retry_at:
+            await self._take(newest, recover=not free)
 
     def _may_update(self) -> bool:
         """Whether the replica rests, with all its memory."""
@@ -65,40 +70,40 @@ class Follower:
         except NotReady:
             return False
 
-    def _wants(self, newest: str) -> bool:
+    def _wants(self, newest: str, *, free: bool) -> bool:
         status = self._engine.status
-        if status.restarts != self._restarts:  # it may have come back with an older one
-            self._restarts, self._settled = status.restarts, ""
         if status.state == ReplicaState.FAILED:
             return True
-        if newest == status.version:
-            self._settled = newest
-        return newest != self._settled
+        return free and newest not in (status.version, self._skipped)
 
-    async def _take(self, version: str) -> None:
-        request = msgspec.structs.replace(self._request, version=version)
+    async def _take(self, version: str, *, recover: bool) -> None:
+        request = msgspec.structs.replace(self._request, version=None if recover else version)
+        begun = None
         try:
-            begun = self._engine.begin_update(request)
-            await within(request.timeout_s + _SPARE_S, f"update {begun.id}", self._engine.finish_update(begun.id))
+            begun = self._engine.begin_recovery(request) if recover else self._engine.begin_update(request)
+            ended = await within(request.timeout_s + _SPARE_S, f"update {begun.id}", self._engine.finish_update(begun.id))
         except UpdateCancelled:
             log.info("version skipped", version=version, why="its update was cancelled; a newer one is awaited")
-            self._settled = version
+            self._skipped = version
         except (UpdateInProgress, WrongState, NotReady) as error:
-            log.debug("version not taken", version=version, error=error)  # somebody else is at work
+            log.debug("version not taken", version=version, code=error.code)  # somebody else is at work
         except Exception as error:  # noqa: BLE001 - whatever it is, a later try may do better
             self._failures += 1
             self._failed = version
-            self._retry_at = asyncio.get_running_loop().time() + backoff_s(self._poll_s, self._failures)
-            self._tell(version, error)
+            retry_s = backoff_s(self._poll_s, self._failures)
+            self._retry_at = asyncio.get_running_loop().time() + retry_s
+            self._tell(version, error, retry_s if begun is not None else None)
         else:
-            log.info("version taken", version=version)
-            self._settled, self._told = version, None
+            log.debug("version taken", version=ended.version)
+            self._told = None
 
-    def _tell(self, version: str, error: Exception) -> None:
-        """Log a failure the first time it is met."""
+    def _tell(self, version: str, error: Exception, retry_s: float | None = None) -> None:
+        """Log a failure the first time it is met. Why an update failed, the engine has logged: then `retry_s` is given."""
         known = isinstance(error, WeightcastError)
         what = (version, error.code if isinstance(error, WeightcastError) else type(error).__name__)
-        if what != self._told:
+        if what != self._told and known and retry_s is not None:
+            log.info("version not taken", version=version, code=what[1], retry_s=round(retry_s, 2))
+        elif what != self._told:
             log.warning("follow failed", version=version or None, trace=None if known else error, error=error)
         self._told = what
 

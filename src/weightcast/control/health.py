@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightcast.control.engine import Engine
+from weightcast.control.problems import clipped
 from weightcast.engines.base import WeightsStatus
 from weightcast.engines.states import TABLE, ReplicaState
 from weightcast.errors import NotReady
@@ -51,7 +52,7 @@ def health_content(engine: Engine) -> dict[str, Any]:
     return {
         "status": "ok" if health.healthy else "unavailable",
         "state": status.state,
-        "reason": health.reason,
+        "reason": clipped(health.reason),
         "since": status.since,
         "version": status.version or None,
         "root_digest": status.root_digest or None,

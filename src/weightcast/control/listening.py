@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weightcast.errors import InvalidInput, StorageFailed
@@ -42,10 +42,13 @@ def port_told(path: Path | None, listening: socket.socket) -> Iterator[None]:
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.write_text(f"{listening.getsockname()[1]}\n")
+        aside.unlink(missing_ok=True)
+        with aside.open("x") as file:  # never through a link that another user planted
+            file.write(f"{listening.getsockname()[1]}\n")
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise StorageFailed("write the port to", path, error) from error
     try:
         yield

@@ -26,7 +26,7 @@ class Record:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._began = time.perf_counter()
+        self._began = time.monotonic()
         self._said_something = False
         self.outcome = "internal_error"
 
@@ -34,7 +34,7 @@ class Record:
         """The engine has said something; the first time counts."""
         if not self._said_something:
             self._said_something = True
-            self._metrics.first_token_s.observe(time.perf_counter() - self._began)
+            self._metrics.first_token_s.observe(time.monotonic() - self._began)
 
     def used(self, prompt: int, cached: int, made: int) -> None:
         """The tokens that the request took."""
@@ -47,7 +47,7 @@ class Record:
     @property
     def seconds(self) -> float:
         """Since the request came."""
-        return time.perf_counter() - self._began
+        return time.monotonic() - self._began
 
 
 class Metrics:

@@ -12,6 +12,7 @@ from weightcast.control.problems import Problems
 from weightcast.control.schemas import RoutedExperts
 from weightcast.engines.embedded.messages import Routing
 
+MAX_MESSAGES = 10_000
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 
@@ -63,6 +64,9 @@ def read_messages(value: Any, problems: Problems) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         problems.add("messages", "must be a list with at least one message")
         return []
+    if len(value) > MAX_MESSAGES:
+        problems.add("messages", f"takes {MAX_MESSAGES} messages at most, not {len(value)}")
+        return []
     return [_read_message(one, f"messages[{number}]", problems) for number, one in enumerate(value)]
 
 
@@ -85,8 +89,8 @@ def _read_message(message: Any, place: str, problems: Problems) -> dict[str, str
 def _read_content(content: Any, place: str, problems: Problems) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
-        problems.add(place, "must be a text or a list of text parts")
+    if not isinstance(content, list) or not 0 < len(content) <= MAX_MESSAGES:
+        problems.add(place, f"must be a text or a list of 1 to {MAX_MESSAGES} text parts")
         return ""
     texts = []
     for number, part in enumerate(content):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from weightcast.control.problems import Problem
+from weightcast.control.problems import Problem, clipped
 from weightcast.control.statuses import headers_of, status_of
 from weightcast.errors import VersionNotServed, WeightcastError
 
@@ -42,4 +42,4 @@ def error_reply(error: WeightcastError, problems: Iterable[Problem] = (), partia
 def envelope(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
     """An error that is none of ours: an unknown path, a body that is too large."""
     kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": clipped(message), "type": kind, "param": param, "code": code}}

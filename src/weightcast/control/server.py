@@ -52,6 +52,8 @@ def serve(make_engine: Callable[[], Engine], tokenizer: Tokenizer, settings: Ser
             drain_timeout_s=settings.drain_timeout_s,
             follow=settings.follow,
         )
+        if settings.control_token is None:
+            log.info("control limited to loopback", why="there is no --control-token-file")
         asyncio.run(run(listening))
 
 

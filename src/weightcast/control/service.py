@@ -15,7 +15,7 @@ from weightcast.control.problems import Problems
 from weightcast.control.settings import ServerSettings
 from weightcast.control.tokenizer import Tokenizer
 
-_LARGE_BODY = 64 << 10  # bytes; to read and tokenize more at once would hold up everybody else
+LARGE_BODY = 64 << 10  # bytes; to read and tokenize more at once would hold up everybody else
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class Service:
             limits=self.engine.limits,
             max_choices=self.settings.max_choices,
         )
-        if len(body) < _LARGE_BODY:
+        if len(body) < LARGE_BODY:
             return planner.plan(endpoint, body, problems)
         return await asyncio.to_thread(planner.plan, endpoint, body, problems)

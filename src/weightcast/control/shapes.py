@@ -1,7 +1,8 @@
 """Answers as OpenAI writes them: JSON of whole answers and of the pieces of a stream.
 
 Beside OpenAI's own fields a choice has `weight_versions` (which version made which tokens; in a stream with its last piece),
-`finish_details`, and, if asked for, `token_ids`, `prompt_token_ids` and `routed_experts`.
+`finish_details`, and, if asked for, `token_ids`, `prompt_token_ids` and `routed_experts`. Every piece of a stream has
+`weight_version`, the version that made its tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Shape:
     def event(self, choice: Choice, piece: Piece) -> bytes:
         """The event for one output of the engine. The first of a chat's answer is preceded by one with the role."""
         index = choice.wanted.index
-        content: dict[str, Any] = {"index": index}
+        content: dict[str, Any] = {"index": index, "weight_version": piece.version}
         before = b""
         if self._chat:
             content["delta"] = {"content": piece.text}
@@ -49,6 +50,7 @@ class Shape:
                 self._opened.add(index)
                 role = {
                     "index": index,
+                    "weight_version": piece.version,
                     "delta": {"role": "assistant", "content": ""},
                     "logprobs": None,
                     "finish_reason": None,

@@ -11,6 +11,7 @@ from typing import Any
 from weightcast.control.chat_template import ChatTemplate
 from weightcast.control.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from weightcast.errors import InvalidInput, MissingExtra, NotFound
+from weightcast.store.files import read_small
 
 try:
     import tokenizers
@@ -19,6 +20,7 @@ except ImportError as error:
 
 
 _LONG_TEXT = 10_000  # characters
+_FILE_LIMIT_NBYTES = 64 << 20
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -139,8 +141,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
+        content = json.loads(read_small(path, _FILE_LIMIT_NBYTES))
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise InvalidInput(f"{path} must hold a JSON object.")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from weightcast.control.prometheus import Histogram, family
 from weightcast.engines.base import UpdateStatus
+from weightcast.worker.result import PHASES
 
-_PHASES = ("stage", "verify", "commit", "proof", "total")
+_PHASES = (*PHASES, "total")
 _VERSIONS = 32  # a trainer makes thousands; Prometheus keeps each that it has seen
 _PAUSE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -25,7 +26,7 @@ class WeightMetrics:
         self._tokens: OrderedDict[str, int] = OrderedDict()
 
     def update_ended(self, status: UpdateStatus) -> None:
-        """Count an update. One that moved nothing, since its version was served already, has taken no time worth telling."""
+        """Count an update. The times are those that its answer has; of the pauses of its ranks the longest counts."""
         results = status.result or []
         if status.phase != "done":
             outcome = status.error.code if status.error else status.phase
@@ -35,11 +36,12 @@ class WeightMetrics:
             outcome = "same" if results and all(one.get("mode") == "none" for one in results) else "done"
         self._updates[outcome] += 1
         self._nbytes += sum(one.get("bytes", 0) for one in results) or status.nbytes
-        if outcome != "done":
+        if status.phase != "done":
             return
-        for phase, histogram in self._seconds.items():
-            histogram.observe(max((one.get(f"{phase}_s", 0.0) for one in results), default=0.0))  # the slowest rank counts
-        self._pause_s.observe(max((one.get("pause_s", 0.0) for one in results), default=0.0))
+        for name, seconds in status.timeline.as_dict().items():
+            self._seconds[name.removesuffix("_s")].observe(seconds)
+        if outcome == "done":
+            self._pause_s.observe(max((one.get("pause_s", 0.0) for one in results), default=0.0))
 
     def answered(self, version: str, tokens: int) -> None:
         """Tokens that a version has made. Only the last versions are kept."""
@@ -55,7 +57,8 @@ class WeightMetrics:
         causes = [("", {"cause": cause}, count) for cause, count in self._failures.items()]
         yield family("weight_update_failures_total", "counter", "Updates that failed, by the code of their error.", causes)
         seconds = [sample for phase, one in self._seconds.items() for sample in one.samples({"phase": phase})]
-        yield family("weight_update_seconds", "histogram", "Time of an update, of its slowest rank, by phase.", seconds)
+        words = "Time of an update that succeeded, by phase; total is their sum."
+        yield family("weight_update_seconds", "histogram", words, seconds)
         words = "Time for which an update kept requests waiting."
         yield family("weight_pause_seconds", "histogram", words, self._pause_s.samples())
         yield family("weight_update_bytes_total", "counter", "Bytes fetched, all ranks.", [("", {}, self._nbytes)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -10,6 +9,7 @@ import msgspec
 from weightcast.control.control_replies import Reply
 from weightcast.control.control_routes import Call, Route
 from weightcast.control.control_schemas import DigestBody, NoFields, UpdateBody, VerifyBody
+from weightcast.control.problems import clipped
 from weightcast.control.waiting import within
 from weightcast.engines.base import UpdateRequest, UpdateStatus
 from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
@@ -38,7 +38,10 @@ async def recover(call: Call[UpdateBody]) -> Reply:
 
 
 def _request(call: Call[UpdateBody]) -> UpdateRequest:
-    return call.body.request(call.service.settings.update)
+    request = call.body.request(call.service.settings.update)
+    if call.body.source is None:
+        return request
+    return msgspec.structs.replace(request, source=call.service.settings.sources.resolve(call.body.source))
 
 
 async def _followed(call: Call[UpdateBody], status: UpdateStatus) -> Reply:
@@ -79,8 +82,13 @@ async def verify(call: Call[VerifyBody]) -> Reply:
 
 
 async def rollback(call: Call[VerifyBody]) -> Reply:
-    """Go back to the previous version, if it is still held."""
+    """Go back to the previous version, if it is still held, and pin it."""
     return Reply(await call.engine.rollback(timeout_s=call.body.timeout))
+
+
+async def follow(call: Call[VerifyBody]) -> Reply:
+    """Remove the pin that a rollback or an explicit version left, so that the newest version is followed again."""
+    return Reply(await call.engine.resume_following(timeout_s=call.body.timeout))
 
 
 async def digest(call: Call[DigestBody]) -> Reply:
@@ -90,7 +98,8 @@ async def digest(call: Call[DigestBody]) -> Reply:
 
 
 def update_content(status: UpdateStatus) -> dict[str, Any]:
-    """An update as it is shown."""
+    """An update as it is shown. Its `times` add up to `seconds`, while it runs too."""
+    times = status.timeline.as_dict()
     return {
         "update_id": status.id,
         "version": status.version or None,
@@ -99,11 +108,12 @@ def update_content(status: UpdateStatus) -> dict[str, Any]:
         "bytes": status.nbytes,
         "total": status.total,
         "percent": round(status.percent, 2),
-        "error": msgspec.to_builtins(status.error),
+        "error": status.error and {"code": status.error.code, "message": clipped(status.error.message)},
         "result": status.result,
         "began": status.began,
         "ended": status.ended,
-        "seconds": max(0.0, (time.time() if status.ended is None else status.ended) - status.began),
+        "seconds": times["total_s"],
+        "times": times,
         "request": msgspec.to_builtins(status.request),
     }
 
@@ -115,6 +125,7 @@ WEIGHTS_ROUTES = (
     Route("GET", "/v1/weights", NoFields, weights),
     Route("POST", "/v1/weights/verify", VerifyBody, verify),
     Route("POST", "/v1/weights/rollback", VerifyBody, rollback),
+    Route("POST", "/v1/weights/follow", VerifyBody, follow),
     Route("POST", "/v1/weights/recover", UpdateBody, recover),
     Route("POST", "/v1/weights/digest", DigestBody, digest),
 )

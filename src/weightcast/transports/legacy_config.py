@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlunsplit
 
 from weightcast.errors import InvalidInput
+from weightcast.wire.decoding import split_url
 
 Mode = Literal["rdma", "gdr"]
 Check = Callable[[object], str]  # what a value must be and is not; empty if it is
@@ -174,7 +175,7 @@ class TransferSettings:
 
         Raises `InvalidInput` if the bytes of this source do not come the way that was asked for.
         """
-        scheme = urlsplit(source).scheme if "://" in source else "file"
+        scheme = split_url(source).scheme if "://" in source else "file"
         asked: list[tuple[str, tuple[str, ...]]] = []
         asked += [(f"transfer_mode {self.asked_mode!r}", ("nixl",))] if self.asked_mode else []
         asked += [(f"backend {self.backend!r}", _SCHEMES[self.backend])] if self.backend else []
@@ -192,7 +193,7 @@ class TransferSettings:
 
 def with_options(source: str, options: Mapping[str, str], *, win: bool = False) -> str:
     """A URL with these options. Where it has one of them already, that stays as it is, unless these are to `win`."""
-    parts = urlsplit(source)
+    parts = split_url(source)
     has = dict(parse_qsl(parts.query, keep_blank_values=True))
     merged = {**has, **options} if win else {**options, **has}
     if merged == has:
@@ -226,7 +227,8 @@ class LegacyConfig:
         settings = reading._settings(transfer_mode)
         if reading.problems:
             raise InvalidInput(
-                f"the legacy configuration cannot be used: {'; '.join(reading.problems)}. See docs/legacy-config.md."
+                f"the legacy configuration cannot be used: {'; '.join(reading.problems)}. "
+                "`weightcast docs legacy-config` explains its settings."
             )
         return settings
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from typing import get_args
+from urllib.parse import SplitResult, parse_qs, unquote
 
 from weightcast.errors import InvalidInput, UnknownSource
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR
 from weightcast.store.store import Store
-from weightcast.transports.base import Receiver
+from weightcast.transports.base import DeltaUse, Receiver
 from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.file import FileReceiver
 from weightcast.transports.ipc.place import read_token
 from weightcast.transports.snapshot import SnapshotReceiver
+from weightcast.wire.decoding import split_url
 
 Source = str | PathLike[str] | Store | Receiver
 Options = dict[str, str]
+
+_MAX_OPTIONS = 64
 
 
 def _open_file(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - a store is the same for every rank
@@ -41,9 +45,12 @@ def _open_snapshot(path: Path, options: Options, rank: int) -> Receiver:
 def _open_ipc(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the same for every rank
     from weightcast.transports.ipc.receiver import IpcReceiver  # noqa: PLC0415 - ZeroMQ is an extra
 
-    _refuse_unknown("ipc", options, known={"token_file"})
+    _refuse_unknown("ipc", options, known={"token_file", "uid"})
     token = read_token(Path(options["token_file"])) if "token_file" in options else None
-    return IpcReceiver(path, token=token)
+    uid = options.get("uid")
+    if uid is not None and not (uid.isascii() and uid.isdecimal() and len(uid) <= 10):
+        raise InvalidInput(f"uid={uid[:40]} of an ipc:// source must be the number of a user: `id -u NAME` prints it.")
+    return IpcReceiver(path, token=token, uid=None if uid is None else int(uid))
 
 
 def _open_legacy_ipc(path: Path, options: Options, rank: int) -> Receiver:  # noqa: ARG001 - the file is a device's
@@ -103,6 +110,23 @@ _SCHEMES: dict[str, Opener] = {
     "shares+https": _open_shares,
     "nixl": _open_nixl,
 }
+_DELTA_SCHEMES = frozenset({"file", "http", "https", "shares+http", "shares+https", "nixl"})  # they take the option `deltas`
+
+
+def missing_directory(source: str) -> Path | None:
+    """The directory of a source that does not exist yet; None if it does, or if the source is not a directory of files.
+
+    Raises `UnknownSource` or `InvalidInput` for a source that can never be opened. Nothing is asked over the network.
+    """
+    scheme = split_url(source).scheme if "://" in source else "file"
+    if scheme not in _SCHEMES:
+        raise UnknownSource(source, _SCHEMES)
+    if scheme in ("http", "https"):
+        open_receiver(source, rank=0).close()
+    if scheme not in ("file", "checkpoint", "snapshot"):
+        return None
+    path = Path(unquote(split_url(source).path)) if "://" in source else Path(source)
+    return None if path.is_dir() else path
 
 
 def open_receiver(source: Source, *, rank: int) -> Receiver:
@@ -113,19 +137,26 @@ def open_receiver(source: Source, *, rank: int) -> Receiver:
         return FileReceiver.open(Path(source))
     if not isinstance(source, str):
         return source
-    location = urlsplit(source)
+    location = split_url(source)
     opener = _SCHEMES.get(location.scheme)
     if opener is None:
         raise UnknownSource(source, _SCHEMES)
     try:
-        found = parse_qs(location.query, strict_parsing=bool(location.query))
+        found = parse_qs(location.query, strict_parsing=bool(location.query), max_num_fields=_MAX_OPTIONS)
     except ValueError as error:
         raise InvalidInput(f"{source!r} has options that cannot be read: {error}.") from error
-    return opener(location, {key: values[-1] for key, values in found.items()}, rank)
+    options = {key: values[-1] for key, values in found.items()}
+    deltas = options.pop("deltas", None) if location.scheme in _DELTA_SCHEMES else None
+    if deltas is not None and deltas not in get_args(DeltaUse):
+        raise InvalidInput(f"deltas={deltas} of {location.scheme}:// must be one of {', '.join(get_args(DeltaUse))}.")
+    receiver = opener(location, options, rank)
+    if deltas is not None:
+        setattr(receiver, "deltas", deltas)  # noqa: B010 - `delta_use` reads it; most receivers bring none
+    return receiver
 
 
 def _refuse_unknown(scheme: str, options: Options, known: set[str]) -> None:
     unknown = sorted(options.keys() - known)
     if unknown:
-        allowed = ", ".join(sorted(known)) or "none"
+        allowed = ", ".join(sorted(known | ({"deltas"} if scheme in _DELTA_SCHEMES else set()))) or "none"
         raise InvalidInput(f"unknown option(s) {', '.join(unknown)} for {scheme}://; known: {allowed}.")

@@ -20,12 +20,13 @@ from weightcast.engines.host.copy import HostCopy, StagedVersion, Wanted, change
 from weightcast.engines.sglang.dry_run import find_mismatches, is_plain
 from weightcast.engines.sglang.ranks import Ranks, Said, problems, tensor_parallel_ranks
 from weightcast.engines.sglang.request import Request
-from weightcast.errors import CommitFailed, Mismatch, UpdateFailed, VersionDoesNotFit, WeightcastError
+from weightcast.errors import CommitFailed, Mismatch, UpdateFailed, WeightcastError
 from weightcast.tensors.bridges.torch_bridge import from_host, torch_dtype
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
+from weightcast.transports.allowed import AllowedSources
 from weightcast.wire.manifest import Manifest
-from weightcast.worker.fit import TRANSFORMER_GROUPS
+from weightcast.worker.fit import TRANSFORMER_GROUPS, misfit
 
 log = logs.get(__name__)
 
@@ -133,7 +134,8 @@ class ModelUpdates:
         return found
 
     def _prepared(self, model: nn.Module, request: Request, load: _Load) -> _Ready:
-        wanted = Wanted(request.source, request.version, request.verify_checksum, request.timeout)
+        source = AllowedSources.of_environment().resolve(request.source)
+        wanted = Wanted(source, request.version, request.verify_checksum, request.timeout)
         deadline = Deadline.after(request.timeout)
         staged = self._copy.stage(wanted, fits=lambda manifest: self._check(model, manifest, request), deadline=deadline)
         try:
@@ -155,7 +157,7 @@ class ModelUpdates:
         if not mismatches and fitting != self._fitting and is_plain(model):
             mismatches = find_mismatches(model, specs, allow_unwritten=request.allow_unwritten)
         if mismatches:
-            raise VersionDoesNotFit(manifest.version, mismatches)
+            raise misfit(manifest.version, specs, mismatches, None)
         if not request.allow_unwritten:
             self._fitting = fitting
 

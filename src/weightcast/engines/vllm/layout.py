@@ -14,9 +14,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from weightcast import logs
 from weightcast.engines.vllm.skeleton import CopyCounter, Loader, Place, Skeleton
-from weightcast.errors import Mismatch, VersionDoesNotFit
+from weightcast.errors import Mismatch
 from weightcast.tensors.bridges.torch_bridge import torch_dtype
 from weightcast.tensors.spec import TensorSpec
+from weightcast.worker.fit import misfit
 
 log = logs.get(__name__)
 
@@ -71,7 +72,7 @@ def learn_layout(model: nn.Module, version: str, specs: Sequence[TensorSpec]) ->
     if not mismatches:
         mismatches += run.lacking()
     if mismatches:
-        raise VersionDoesNotFit(version, list(dict.fromkeys(mismatches)))
+        raise misfit(version, tensors, mismatches, None)
     return run.layout(model, tensors)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote
 
 from weightcast import logs
 from weightcast.errors import InvalidInput, StoreNotFound, WeightcastError
 from weightcast.store.store import Store
 from weightcast.transports.http.access import read_token
+from weightcast.wire.decoding import split_url
 from weightcast.wire.manifest import check_version_id
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def open_outlet(
         return MemoryOutlet(memory, url=memory.url, prefix=prefix, timeout_s=timeout_s)
     if place == "http":
         return _open_http(listen, source, keep=keep, prefix=prefix, token_file=token_file, timeout_s=timeout_s)
-    parts = urlsplit(place)
+    parts = split_url(place)
     if parts.scheme not in ("", "file") or (parts.scheme and (parts.netloc not in ("", "localhost") or not parts.path)):
         raise InvalidInput(f'{place!r} is no place to publish: "ipc", "http", a directory or file:///path.')
     path = Path(unquote(parts.path)) if parts.scheme else Path(place)
@@ -159,8 +160,7 @@ def _open_http(
             raise InvalidInput(f"listening on {listen} does not tell where servers find it: set source, too.")
     token = None if token_file is None else read_token(Path(token_file))
     depot = DepotPublisher(listen, slots=keep, token=token)
-    query = "" if token_file is None else f"?token_file={quote(str(Path(token_file).absolute()))}"
-    return MemoryOutlet(depot, url=depot.url + query, prefix=prefix, timeout_s=timeout_s)
+    return MemoryOutlet(depot, url=depot.url, prefix=prefix, timeout_s=timeout_s)
 
 
 def _own_directory() -> Path:

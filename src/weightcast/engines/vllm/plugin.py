@@ -19,7 +19,7 @@ def register() -> None:
     except ImportError as error:
         log.warning(
             "backend not registered",
-            why="this vLLM has no weight-transfer backends: use --worker-extension-cls, see docs/vllm.md",
+            why="this vLLM has no weight-transfer backends: use --worker-extension-cls, see `weightcast docs vllm`",
             error=error,
         )
         return

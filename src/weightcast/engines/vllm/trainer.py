@@ -36,8 +36,9 @@ class WeightcastTrainerInfo(TrainerInitInfo):
     servers are told instead, if they reach it under another name.
 
     `delta` lets a store take deltas. The last `keep` versions stay. They are called `version_prefix` and a number, which
-    counts on from what a store has. `token_file`, for "http", has what receivers must show; servers read it under the same
-    path. `timeout` is for publishing, and again for what the servers do.
+    counts on from what a store has. `token_file`, for "http", has what receivers must show; servers are started
+    with WEIGHTCAST_ALLOW_SOURCE='http://trainer:8300?token_file=PATH'. `timeout` is for publishing, and again for what the
+    servers do.
     """
 
     backend: ClassVar[str] = "weightcast"

@@ -13,6 +13,7 @@ from weightcast.engines.host.keeper import SharedHostCopy
 from weightcast.engines.vllm.peers import Peers
 from weightcast.engines.vllm.updater import ModelUpdater
 from weightcast.errors import InvalidInput, UpdateFailed, WeightcastError
+from weightcast.transports.allowed import AllowedSources
 
 log = logs.get(__name__)
 
@@ -67,14 +68,16 @@ class WeightcastExtension:
 
 
 def checked(source: object, version: object, verify_checksum: object, timeout: object) -> Wanted:
-    """What a request asks for. Raises `InvalidInput` for one that cannot be meant."""
+    """What a request asks for. Raises `InvalidInput` for one that cannot be meant, `SourceNotAllowed` for a source that the
+    server was not started with: WEIGHTCAST_ALLOW_SOURCE.
+    """
     if not isinstance(source, str) or not source:
         raise InvalidInput('an update needs a source: {"version": "step_7", "source": "file:///mnt/weights"}.')
     if version is not None and not isinstance(version, str):
         raise InvalidInput(f"the version must be a string, not {version!r}.")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InvalidInput(f"the timeout must be a number of seconds, not {timeout!r}.")
-    return Wanted(source, version, bool(verify_checksum), float(timeout))
+    return Wanted(AllowedSources.of_environment().resolve(source), version, bool(verify_checksum), float(timeout))
 
 
 def make_updater(vllm_config: Any, model: Any) -> ModelUpdater:
