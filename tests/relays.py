@@ -27,6 +27,8 @@ Change = Callable[[str, int, bytes], bytes]  # the file, where a range of it sta
 class TamperedHolding:
     """A version that is told in small pieces, and whose bytes pass through `change` when they are sent."""
 
+    in_files = False
+
     def __init__(self, holding: Holding, shelf: TamperedShelf) -> None:
         self._holding, self._shelf = holding, shelf
         self.manifest = holding.manifest
@@ -44,6 +46,8 @@ class TamperedHolding:
         data = b"".join(self._holding.views(file, start, stop, deadline=deadline))
         self._shelf.sent[file] = self._shelf.sent.get(file, 0) + len(data)
         return [memoryview(self._shelf.change(file, start, data))]
+
+    sendable = views
 
     def tensor(self, name: str):
         return self._holding.tensor(name)

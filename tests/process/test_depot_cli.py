@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,12 +39,12 @@ def store(tmp_path):
 
 
 class Running:
-    def __init__(self, tmp_path: Path, *arguments: object) -> None:
+    def __init__(self, tmp_path: Path, *arguments: object, **settings: Any) -> None:
         self.port_file, self.output = tmp_path / "port", tmp_path / "output"
         command = [sys.executable, "-m", "weightcast", "-v", "depot", "--listen", "127.0.0.1:0"]
         command += ["--port-file", str(self.port_file), *map(str, arguments)]
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, **settings)
 
     def wait_for(self, fact, what):
         end = time.monotonic() + WAIT_S
@@ -137,10 +138,26 @@ def test_a_depot_that_mirrors_another_fills_its_own_store_and_serves_it(tmp_path
     assert Store(tmp_path / "copy").verify("step_1").ok
 
 
+@pytest.mark.parametrize("options", [[], ["--keep-last", 2]])
+def test_a_depot_waits_for_a_store_that_is_not_there_yet(tmp_path, options):
+    later = tmp_path / "some" / "where" / "store"
+    with running(tmp_path, "--store", later, *options) as depot:
+        status, body = depot.get("/v1/newest")
+        assert (status, b"no version yet" in body) == (404, True)
+        assert depot.get("/health")[0] == 200
+        assert f"waiting for a store at {later}" in depot.output.read_text()
+        assert not later.parent.exists()
+        Store(later).publish("step_1", tensors(1))
+        status, body = depot.get("/v1/newest?wait=30")
+        assert (status, b"step_1" in body) == (200, True)
+        depot.process.terminate()
+        assert depot.process.wait(WAIT_S) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--store", "{tmp}/none"], "does not exist"),
+        (["--store", "{tmp}/store/version.yaml"], "not a directory"),
         (["--store", "{tmp}/store", "--listen", "nowhere"], "HOST:PORT"),
         (["--store", "{tmp}/store", "--tls-cert", "{tmp}/x"], "need each other"),
         (["--store", "{tmp}/store", "--tls-cert", "{tmp}/x", "--tls-key", "{tmp}/x"], "No such file"),

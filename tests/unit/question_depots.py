@@ -70,7 +70,9 @@ class SharesShelf:
 
     @contextmanager
     def holding(self, _version):
-        yield SimpleNamespace(manifest=self._manifest, tensor=self._tensor, files={}, views=None, encoded=b"")
+        yield SimpleNamespace(
+            manifest=self._manifest, in_files=False, tensor=self._tensor, files={}, views=None, encoded=b""
+        )
 
     def _tensor(self, name):
         if name not in self._shares:

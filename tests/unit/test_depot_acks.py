@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -12,7 +13,14 @@ from depot_stand import WAIT_S, ask, serving, tensors
 from weightcast import Store
 from weightcast.cli.main import main
 from weightcast.errors import InvalidInput
-from weightcast.store.acks import FILE_NAME, Acks, served_versions
+from weightcast.store.acks import (
+    MAX_PINNED_PER_CLIENT,
+    MAX_RECEIVERS_PER_CLIENT,
+    PINNED_S,
+    Acks,
+    served_versions,
+)
+from weightcast.store.layout import RECEIVERS
 from weightcast.wire.depot import Ack, Acknowledged
 
 ROOT = f"xxh3-128:{'0' * 32}"
@@ -128,7 +136,7 @@ def test_a_receiver_that_repeats_itself_is_written_down_now_and_then_and_not_for
     end = time.monotonic() + 1.8
     while time.monotonic() < end:
         acks.note(ack())
-        written.add((store.path / FILE_NAME).stat().st_mtime_ns)
+        written.add((store.path / RECEIVERS).stat().st_mtime_ns)
         time.sleep(0.01)
     assert 3 <= len(written) <= 6
     assert told(Acks(store.path, ttl_s=1.5)) == {("gen-0", "step_1")}
@@ -158,7 +166,7 @@ def test_many_threads_tell_at_once_and_all_is_kept(store):
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "newer"])
 def test_a_damaged_file_is_reported_ignored_and_written_anew(store, caplog, damage):
     Acks(store.path).note(ack(version="step_2"))
-    path = store.path / FILE_NAME
+    path = store.path / RECEIVERS
     data = path.read_bytes()
     damaged = {
         "flipped": data.replace(b"step_2", b"step_3"),
@@ -170,7 +178,7 @@ def test_a_damaged_file_is_reported_ignored_and_written_anew(store, caplog, dama
 
     acks = Acks(store.path)
     assert told(acks) == set()
-    assert FILE_NAME in caplog.text
+    assert RECEIVERS in caplog.text
     store.gc(keep_last=2)
     assert store.versions() == ["step_4", "step_5"]
     acks.note(ack("gen-1", "step_4"))
@@ -199,7 +207,7 @@ def put_ahead(store, seconds):
     from weightcast.store.acks import _File
     from weightcast.wire.seal import seal, unseal
 
-    path = store.path / FILE_NAME
+    path = store.path / RECEIVERS
     file = unseal(path.read_bytes(), path, _File, newest=1)
     ahead = tuple(msgspec.structs.replace(one, heard_s=one.heard_s + seconds) for one in file.receivers)
     path.write_bytes(seal(msgspec.structs.replace(file, receivers=ahead)))
@@ -214,3 +222,59 @@ def test_a_clock_that_was_put_back_neither_keeps_a_receiver_for_ever_nor_what_it
     assert told(acks) == told(Acks(store.path)) == {("gen-0", "step_2")}
     put_ahead(store, 10_000)
     assert told(Acks(store.path)) == set()
+
+
+def test_one_client_has_few_receivers_and_does_not_push_out_those_of_others(store):
+    acks = Acks(store.path)
+    acks.note(ack("honest", "step_1"), "10.0.0.1")
+    for index in range(MAX_RECEIVERS_PER_CLIENT + 50):
+        acks.note(ack(f"many-{index}", "step_2"), "10.0.0.2")
+
+    for one in (acks, Acks(store.path)):
+        names = {receiver for receiver, _ in told(one)}
+        assert len(names) == MAX_RECEIVERS_PER_CLIENT + 1
+        assert {"honest", f"many-{MAX_RECEIVERS_PER_CLIENT + 49}"} <= names
+        assert "many-0" not in names
+
+
+def test_acknowledgements_of_many_clients_keep_few_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr("weightcast.store.acks.MAX_PINNED", 6)
+    monkeypatch.setattr("weightcast.store.acks.MAX_PINNED_PER_CLIENT", 2)
+    store = Store(tmp_path / "store")
+    acks = Acks(store.path)
+    for step in range(12):
+        store.publish(f"step_{step}", tensors(step), mode="full")
+        acks.note(ack(f"gen-{step}", f"step_{step}"), f"10.0.0.{step // 3}")
+
+    assert acks.protected() == served_versions(store.path) == {f"step_{step}" for step in (4, 5, 7, 8, 10, 11)}
+
+
+def test_an_acknowledgement_of_a_version_that_is_not_there_keeps_no_place(store):
+    acks = Acks(store.path)
+    acks.note(ack("gen-0", "step_1"), "10.0.0.1")
+    for index in range(MAX_PINNED_PER_CLIENT + 5):
+        acks.note(ack(f"gen-{index + 1}", f"none_{index}"), "10.0.0.1")
+
+    assert acks.protected() == {"step_1"}
+
+
+def test_no_acknowledgement_keeps_a_version_for_longer_than_it_is_said(store):
+    acks = Acks(store.path)
+    for step in (1, 2):
+        acks.note(ack(f"gen-{step}", f"step_{step}"))
+    published_s = time.time() - PINNED_S - 1
+    os.utime(store.path / "versions" / "step_1" / "manifest.json", (published_s, published_s))
+    acks.note(ack("gen-1", "step_1"))
+
+    store.gc(keep_last=1)
+
+    assert store.versions() == ["step_2", "step_5"]
+
+
+def test_gc_leaves_what_a_depot_writes_aside_and_removes_what_a_publisher_left(store):
+    for name in (".receivers.json.tmp", ".version.yaml.tmp"):
+        (store.path / name).write_text("half of it")
+    assert store.gc(keep_last=2).garbage == [".version.yaml.tmp"]
+    assert (store.path / ".receivers.json.tmp").exists()
+    Acks(store.path).note(ack("gen-1", "step_5"))
+    assert not (store.path / ".receivers.json.tmp").exists()

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -95,10 +96,38 @@ def test_a_box_of_a_delta_version_is_cut_in_small_parts_and_has_all_changes_in_i
     changes = delta.decode(delta.encode({"w": before}, {"w": after}, threads=1), {"w": before}, threads=1)
     box = random_box(rng, shape)
     with shelf.holding("v1") as full:
-        tensors = MovedTensors(None, LyingTensors(full), changes)
+        tensors = MovedTensors(None, LyingTensors(full, soon()), changes)
         blocks = [bytes(block) for block in box_blocks(tensors, entry, box, np.empty(nbytes, np.uint8))]
     assert b"".join(blocks) == cut_out(after, box)
     assert all(0 < len(block) <= nbytes for block in blocks)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    seed=st.integers(0, 1 << 30),
+    block=st.sampled_from([8, 40, 256]),
+    waste=st.sampled_from([0, 16, 1 << 20]),
+)
+def test_a_box_of_a_tensor_in_a_file_is_read_in_bounded_ranges(monkeypatch, data, seed, block, waste):
+    rng = np.random.default_rng(seed)
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
+    array = rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+    entry = TensorEntry(name="w", dtype=DType.U16, shape=shape, part=0, offset=5, nbytes=array.nbytes, digest="")
+    stored, ranges = b"12345" + array.tobytes(), []
+
+    def views(file, start, stop, *, deadline):
+        ranges.append((start, stop))
+        return [memoryview(stored)[start:stop]]
+
+    manifest = SimpleNamespace(tensors=(entry,), parts=(SimpleNamespace(file="part"),))
+    holding = SimpleNamespace(in_files=True, manifest=manifest, views=views)
+    monkeypatch.setattr(reading, "BLOCK_NBYTES", block)
+    monkeypatch.setattr(reading, "_WASTE_NBYTES", waste)
+    box = random_box(rng, shape)
+    parts = [found.tobytes() for _, found in LyingTensors(holding, soon()).parts(entry, box)]
+    assert b"".join(parts) == cut_out(array, box)
+    assert all(0 < stop - start <= block for start, stop in ranges)
 
 
 def test_contiguous_boxes_are_sent_from_where_they_lie_and_others_through_one_buffer(rng):

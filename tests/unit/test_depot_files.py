@@ -13,9 +13,9 @@ from depot_stand import PART, WAIT_S, ask, ask_on, file_path, nothing_left, part
 
 from weightcast import Store
 from weightcast.clock import Deadline
-from weightcast.depot.mapped import MappedVersion
 from weightcast.depot.piece_digests import PieceDigester
 from weightcast.depot.ranges import asked_range, names_tag
+from weightcast.depot.stored import StoredVersion
 from weightcast.errors import NotFound
 from weightcast.tensors.digest import bytes_digest
 from weightcast.wire.depot import PIECE_NBYTES, Catalogue, PieceDigests, file_tag
@@ -185,7 +185,7 @@ def test_the_digests_of_a_file_cover_its_pieces_and_are_the_same_for_all_who_ask
 
 
 def test_the_digests_of_a_file_are_worked_out_once_for_as_long_as_it_is_held(store):
-    class Counting(MappedVersion):
+    class Counting(StoredVersion):
         read = 0
 
         def views(self, file, start, stop, *, deadline):

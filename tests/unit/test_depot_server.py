@@ -266,14 +266,22 @@ def test_fifty_clients_are_served_at_a_time(depot, store):
 def test_a_full_depot_lets_an_idle_client_go_and_refuses_if_all_are_busy(store, monkeypatch, lingers_s):
     run = Connection.run
     monkeypatch.setattr(Connection, "run", lambda self: (run(self), time.sleep(lingers_s)))  # it made room once, not twice
-    with serving(store, max_connections=2) as depot, connected(depot) as first, connected(depot) as second:
+    done = threading.Event()
+    busy = Route("GET", "/busy", lambda _request, _stack: (done.wait(WAIT_S), Reply(204))[1])
+    with (
+        serving(store, max_connections=2, routes=[busy]) as depot,
+        connected(depot) as first,
+        connected(depot) as second,
+        contextlib.closing(contextlib.ExitStack()) as ending,
+    ):
+        ending.callback(done.set)
         for sock in (first, second):
             sock.sendall(GET + b"\r\n")
             assert sock.recv(1000)
-        second.sendall(b"GET /v1/newest?after=step_1&wait=20 HTTP/1.1\r\nHost: x\r\n\r\n")
+        second.sendall(b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n")
         eventually(lambda: depot.stats().requests == 3, "the third request")
         with connected(depot) as third:
-            third.sendall(b"GET /v1/newest?after=step_1&wait=20 HTTP/1.1\r\nHost: x\r\n\r\n")
+            third.sendall(b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n")
             assert first.recv(1000) == b""
             eventually(lambda: depot.stats().requests == 4, "the fourth request")
             with connected(depot) as fourth:

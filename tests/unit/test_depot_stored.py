@@ -1,10 +1,13 @@
-"""The versions of a store on a depot's shelf: what is mapped, kept, let go and refused."""
+"""The versions of a store on a depot's shelf: what is opened, kept, let go and refused."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ from depot_stand import PART, WAIT_S, eventually, nothing_left, part_bytes, tens
 
 from weightcast import Store
 from weightcast.clock import Deadline
-from weightcast.depot.stored import StoredShelf
+from weightcast.depot import stored
+from weightcast.depot.stored import KEPT_VERSIONS, StoredShelf
 from weightcast.errors import InvalidInput, ManifestCorrupt, NotFound, PartCorrupt, VersionNotFound, WrongState
 from weightcast.tensors.boxes import Box
 from weightcast.wire.manifest import decode_manifest
@@ -37,10 +41,15 @@ def shelf(store):
         gc.collect()
 
 
-def mapped(store):
-    """Files of the store that this process has mapped, removed ones included."""
+def opened(store):
+    """Files of the store that this process has open or mapped, removed ones included."""
     with open("/proc/self/maps") as maps:
-        return [line.split(maxsplit=5)[5].strip() for line in maps if str(store.path) in line]
+        mapped = [line for line in maps if str(store.path) in line]
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(path))
+    return mapped + [link for link in links if str(store.path) in link]
 
 
 def test_a_holding_gives_files_and_tensors_where_they_lie(store, shelf):
@@ -114,7 +123,7 @@ def test_versions_stay_readable_while_they_are_held_whatever_gc_removes(store, s
             assert again is holding
         del view, again
     del holding
-    eventually(lambda: not mapped(store), "the end of the mapping")
+    eventually(lambda: not opened(store), "the end of the open files")
     with pytest.raises(VersionNotFound), shelf.holding("step_1"):
         pass
 
@@ -131,10 +140,10 @@ def test_a_version_that_left_the_store_lingers_for_those_who_began_with_it(store
         assert [offer.version for offer in shelf.offers()] == ["step_2"]
 
 
-def test_mappings_that_nobody_uses_are_let_go_and_taken_again(store, shelf):
+def test_files_that_nobody_uses_are_closed_and_opened_again(store, shelf):
     with shelf.holding("step_1"):
-        assert mapped(store)
-    eventually(lambda: not mapped(store), "the end of the mapping")
+        assert opened(store)
+    eventually(lambda: not opened(store), "the end of the open files")
     with shelf.holding("step_1") as holding:
         assert holding.views(PART, 0, 1, deadline=soon())
 
@@ -171,7 +180,7 @@ def test_a_payload_that_a_fold_replaced_can_still_be_had_by_those_who_began_with
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone", "a pipe", "a directory"])
-def test_a_part_that_is_not_as_published_is_refused_before_it_is_mapped(store, shelf, change):
+def test_a_part_that_is_not_as_published_is_refused_when_it_is_opened(store, shelf, change):
     path = store.path / "versions" / "step_1" / PART
     if change in ("shorter", "longer"):
         os.truncate(path, path.stat().st_size + (1 if change == "longer" else -1))
@@ -187,7 +196,7 @@ def test_a_part_that_is_not_as_published_is_refused_before_it_is_mapped(store, s
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_a_part_that_is_truncated_after_it_was_mapped_is_an_error_and_not_the_end_of_the_process(store, shelf, nbytes):
+def test_a_part_that_is_truncated_after_it_was_opened_is_an_error_and_not_the_end_of_the_process(store, shelf, nbytes):
     with shelf.holding("step_1") as holding:
         os.truncate(store.path / "versions" / "step_1" / PART, nbytes)
         with pytest.raises(PartCorrupt, match=f"has {nbytes} bytes now"):
@@ -257,3 +266,35 @@ def test_closing_ends_those_who_wait_and_leaves_to_readers_what_they_read(store)
     assert found == [None]
     with pytest.raises(WrongState), shelf.holding("step_1"):
         pass
+
+
+def test_only_so_many_versions_that_nobody_reads_stay_open(tmp_path):
+    store = Store(tmp_path / "store")
+    with StoredShelf(store.path) as shelf, ExitStack() as reading:
+        for step in range(3 * KEPT_VERSIONS):
+            store.publish(f"step_{step}", tensors(step, elements=20), "full")
+            with shelf.holding(f"step_{step}"):
+                pass
+            if step == 1:
+                reading.enter_context(shelf.holding("step_1"))
+        assert len(shelf._kept) == 2 + KEPT_VERSIONS  # two were read when the last was opened
+        assert {"step_1", f"step_{3 * KEPT_VERSIONS - 1}"} <= shelf._kept.keys()
+        with shelf.holding("step_0") as again:
+            assert again.manifest.version == "step_0"
+
+
+def test_of_those_that_left_the_store_more_stay_open_for_their_readers_to_go_on(tmp_path, monkeypatch):
+    store = Store(tmp_path / "store")
+    with StoredShelf(store.path) as shelf:
+        for step in range(2 * KEPT_VERSIONS):
+            store.publish(f"step_{step}", tensors(step, elements=20), "full")
+            with shelf.holding(f"step_{step}"):
+                pass
+            store.gc(keep_last=1)
+        with shelf.holding("step_0") as gone:
+            assert gone.views(PART, 0, 8, deadline=Deadline.after(5))
+        monkeypatch.setattr(stored, "KEPT_GONE", 4)
+        store.publish("last", tensors(), "full")
+        with shelf.holding("last"):
+            assert shelf._kept.keys() >= {"step_0", "last"}
+            assert len(shelf._kept) == 1 + 1 + 4  # the last one, the one before it, and those that are gone

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import zmq
 from ipc_pairs import Running, held, in_bytes, streamed, until, weights, within
@@ -315,3 +316,52 @@ def test_what_another_user_publishes_is_not_taken(root):
     assert ran.stdout.startswith("SourceFailed")
     assert "belongs to user 0" in ran.stdout
     assert (root / "rank-0" / "token").exists()
+
+
+_FOREIGN = """
+import os, sys
+import numpy as np
+from weightcast.publish.publisher import Publisher
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+with Publisher(sys.argv[1]) as publisher:
+    publisher.publish("step_1", {"w": np.ones(4, dtype=np.float32)})
+    print("published", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def foreign(root):
+    """A publisher of another user, in a directory of its own."""
+    root.mkdir(parents=True)
+    os.chown(root, 65534, 65534)
+    root.parent.chmod(0o755)
+    command = [sys.executable, "-c", _FOREIGN, root]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "published\n"
+        yield child
+        child.stdin.close()
+        assert child.wait(30) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("owner", [65534, 0])
+def test_root_takes_nothing_from_another_user_unless_it_is_named(foreign, root, owner):
+    """By the owner of the directory; and by the process that answers, where the directory is root's."""
+    os.chown(root / "rank-0", owner, owner)
+    for url in (f"ipc://{root}", f"ipc://{root}?uid=65533"):
+        receiver = open_receiver(url, rank=0)
+        with pytest.raises(SourceFailed, match=r"user 65534.*\?uid=65534"):
+            receiver.newest()
+        receiver.close()
+    assert (root / "rank-0" / "token").exists()
+    receiver = open_receiver(f"ipc://{root}?uid=65534", rank=0)
+    assert held(receiver, "step_1") == {"w": np.ones(4, dtype=np.float32).tobytes()}
+    receiver.close()
+    os.chown(root / "rank-0", 65534, 65534)
+
+
+@pytest.mark.parametrize("uid", ["root", "-1", "1.5", "9" * 30])
+def test_a_user_that_is_no_number_is_refused(root, uid):
+    with pytest.raises(InvalidInput, match="uid="):
+        open_receiver(f"ipc://{root}?uid={uid}", rank=0)

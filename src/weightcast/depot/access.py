@@ -23,6 +23,11 @@ class Gate:
             check_token(token)
         self._token = None if token is None else token.encode()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no token is asked for."""
+        return self._token is None
+
     def check(self, headers: Mapping[str, str]) -> None:
         """Raise `AccessRefused` unless the request carries the token. How long it takes tells nothing of the token."""
         if self._token is None:

@@ -26,7 +26,7 @@ class AckRoutes:
 
     def note(self, request: Request, _stack: ExitStack) -> Reply:
         """A receiver tells where it is."""
-        self._acks.note(request.read(Ack))
+        self._acks.note(request.read(Ack), request.client)
         return Reply(204)
 
     def receivers(self, _request: Request, _stack: ExitStack) -> Reply:

@@ -1,8 +1,8 @@
-"""One delta for whoever is several versions behind: folded or worked out once, kept in memory, sent like any other file."""
+"""One delta for a receiver that is several versions behind: folded once, kept in memory, sent like any other file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,18 @@ from msgspec.structs import replace
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.delta import Packing, inspect
-from weightcast.depot.exchange import Reply, Request
+from weightcast.depot.exchange import FileRange, Reply, Request
 from weightcast.depot.holding import Holding, Shelf
 from weightcast.depot.once import Once, Turns
 from weightcast.depot.piece_digests import PieceDigester
-from weightcast.errors import Corrupt, DeltaDoesNotFit, InvalidInput, NotFound, VersionNotFound
+from weightcast.errors import Corrupt, InvalidInput, NotFound, VersionNotFound
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, resolve
 from weightcast.store.folding import delta_between
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import DEFAULT, bytes_digest
 from weightcast.tensors.flat import Array
+from weightcast.wire.decoding import is_count
 from weightcast.wire.depot import PIECE_NBYTES, Newest, Offer, PieceDigests
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, encode_manifest
 
@@ -43,12 +44,12 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CatchUp:
-    """A version as one delta on a state that somebody holds; or why there is none."""
+    """A version as one delta on a state that a receiver holds; or why there is none."""
 
     encoded: bytes
     file: str
     payload: bytes
-    way_nbytes: int  # what the deltas take that lead there in the store, or the full version and those on it
+    way_nbytes: int  # what the deltas take that lead there in the store
     refusal: str = ""
 
     @property
@@ -58,7 +59,10 @@ class CatchUp:
 
 
 class CatchUps:
-    """Answers questions for deltas between versions. What it keeps of them is at most `keep_nbytes`."""
+    """Folds the deltas that lead to a version. What it keeps of them is at most `keep_nbytes`.
+
+    Versions that no stored deltas join have none: their states are not compared.
+    """
 
     def __init__(self, shelf: Shelf, store: Path | None, *, threads: int | None, keep_nbytes: int) -> None:
         self._shelf, self._threads, self._keep_nbytes = shelf, threads, keep_nbytes
@@ -72,19 +76,19 @@ class CatchUps:
 
         It has no more than `limit` bytes, or, without a limit, no more than there are already on the way.
         """
-        held_root, packing, limit = _asked(request.query)
+        held_root, asked, limit = _asked(request.query)
         holding = stack.enter_context(self._shelf.holding(request.path["version"]))
         manifest = holding.manifest
-        if self._is_stored(holding, held_root, packing, request.deadline):
-            encoded, nbytes, way_nbytes = (
-                holding.encoded,
-                manifest.payload.nbytes if manifest.payload else 0,
-                manifest.nbytes,
-            )
+        stored = self._stored_packing(holding, request.deadline)
+        if stored is None or manifest.base is None or manifest.payload is None:
+            raise NotFound(f"version {manifest.version} is a full version: no deltas lead to it.")
+        packing = asked or stored
+        if packing == stored and manifest.base.root_digest == held_root:  # the version is just that delta
+            encoded, nbytes, way_nbytes = holding.encoded, manifest.payload.nbytes, manifest.nbytes
         else:
             key = _Key(manifest.version, manifest.root_digest, held_root, packing)
             work = partial(self._work, manifest, key, request.deadline)
-            what = f"working out the delta to {manifest.version}"
+            what = f"folding the deltas to {manifest.version}"
             found = self._worked.get(key, work, deadline=request.deadline, what=what)
             if found.refusal:
                 raise NotFound(found.refusal)
@@ -103,56 +107,44 @@ class CatchUps:
         """A payload was asked for again: it is kept longer than those that were not."""
         self._worked.peek(key)
 
-    def _is_stored(self, holding: Holding, held_root: str, packing: Packing, deadline: Deadline) -> bool:
-        """Whether the version is just that delta as it is."""
-        manifest = holding.manifest
-        payload = manifest.payload
-        if manifest.base is None or manifest.base.root_digest != held_root or payload is None:
-            return False
+    def _stored_packing(self, holding: Holding, deadline: Deadline) -> Packing | None:
+        """How the payload of a version is packed; None for a full version."""
+        manifest, payload = holding.manifest, holding.manifest.payload
+        if payload is None:
+            return None
 
         def read() -> Packing | None:
             views = holding.views(payload.file, 0, payload.nbytes, deadline=deadline)
             return inspect(views[0] if len(views) == 1 else b"".join(views)).packing
 
         key, what = (manifest.root_digest, payload.file), f"reading the payload of {manifest.version}"
-        return self._packings.get(key, read, deadline=deadline, what=what) == packing
+        return self._packings.get(key, read, deadline=deadline, what=what)
 
     def _work(self, manifest: Manifest, key: _Key, deadline: Deadline) -> CatchUp:
         if self._catalog is None:
-            raise NotFound(f"this depot has no store to work out a delta to {manifest.version} from.")
-        held = self._find(self._catalog, manifest, key.held_root)
-        why = _unlike(held, manifest)
-        if why:
-            return _none(why)
-        limit = min(self._keep_nbytes - 2 * len(encode_manifest(manifest)) - _ROOM_NBYTES, manifest.nbytes)
+            raise NotFound(f"this depot has no store to fold deltas to {manifest.version} from.")
+        chain = resolve(self._catalog, manifest.version)
+        if chain.end.root_digest != manifest.root_digest:
+            raise NotFound(f"version {manifest.version} in the store of this depot has other bytes than it serves.")
+        bases = {base.root_digest: base for base in (chain.full, *chain.deltas[:-1])} if chain.deltas else {}
+        held = bases.get(key.held_root)
+        if held is None:
+            return _none(f"no deltas lead from {key.held_root} to version {manifest.version}.")
         try:
-            way_nbytes = _way_nbytes(resolve(self._catalog, manifest.version), key.held_root)
-            with self._turns.taken(deadline=deadline, what=f"working out the delta to {manifest.version}"):
+            with self._turns.taken(deadline=deadline, what=f"folding the deltas to {manifest.version}"):
                 packed = delta_between(
                     self._catalog, held.version, manifest.version,
-                    packing=key.packing, threads=self._threads, limit=limit, deadline=deadline,
+                    packing=key.packing, threads=self._threads, deadline=deadline,
                 )  # fmt: skip
         except VersionNotFound:
             raise
-        except (NotFound, DeltaDoesNotFit) as error:  # it will be the same the next time
-            return _none(str(error))
         except Corrupt:
-            for version in (held.version, manifest.version):
-                resolve(self._catalog, version)  # one that was removed meanwhile is no damage, and this says so
+            resolve(self._catalog, manifest.version)  # one that was removed meanwhile is no damage, and this says so
             raise
-        return _made(manifest, held, packed, way_nbytes)
-
-    def _find(self, catalog: Catalog, manifest: Manifest, held_root: str) -> Manifest:
-        """The version in the store that is the state that somebody holds."""
-        stored = catalog.manifest(manifest.version)
-        if stored.root_digest != manifest.root_digest:
-            raise NotFound(f"version {manifest.version} in the store of this depot has other bytes than it serves.")
-        for offer in self._shelf.offers():
-            if offer.root_digest == held_root and offer.complete and offer.version != manifest.version:
-                found = catalog.manifest(offer.version)
-                if found.root_digest == held_root:
-                    return found
-        raise NotFound(f"no version with root digest {held_root} is in the store of this depot.")
+        made = _made(manifest, held, packed, _way_nbytes(chain, key.held_root))
+        if made.nbytes > self._keep_nbytes or len(packed) > manifest.nbytes:
+            return _none(f"the delta from {held.version} to {manifest.version} is too large: {len(packed)} bytes.")
+        return made
 
 
 def _made(manifest: Manifest, held: Manifest, packed: bytes, way_nbytes: int) -> CatchUp:
@@ -176,35 +168,26 @@ def _none(why: str) -> CatchUp:
 
 
 def _way_nbytes(chain: Chain, held_root: str) -> int:
-    """What has to be fetched to come from what is held to the end of a chain by what is in the store."""
+    """What the deltas take that lead from one state on a chain to its end."""
     nbytes = 0
     for manifest in reversed(chain.deltas):
         nbytes += manifest.payload.nbytes if manifest.payload is not None else 0
         if manifest.base is not None and manifest.base.root_digest == held_root:
-            return nbytes
-    return chain.full.nbytes + nbytes
+            break
+    return nbytes
 
 
-def _unlike(held: Manifest, manifest: Manifest) -> str:
-    """Why no delta leads from one version to another; empty if one may."""
-    if held.tied != manifest.tied:
-        return f"versions {held.version} and {manifest.version} have other tied names: no delta leads from one to the other."
-    if held.boxes or manifest.boxes:
-        return f"version {held.version} or {manifest.version} is shared by several publishers: no delta is made of it."
-    return ""
-
-
-def _asked(query: Mapping[str, str]) -> tuple[str, Packing, int | None]:
-    """The root digest, the packing and the limit of a question."""
-    held_root, packing, limit = query.get("from", ""), query.get("packing", "classes"), query.get("limit")
+def _asked(query: Mapping[str, str]) -> tuple[str, Packing | None, int | None]:
+    """The root digest, the packing (None: as it is stored) and the limit of a question."""
+    held_root, packing, limit = query.get("from", ""), query.get("packing"), query.get("limit")
     problems = [] if held_root else ["from=… must be the root digest of what is held"]
     choices: tuple[Packing, ...] = get_args(Packing)
     chosen = next((one for one in choices if one == packing), None)
-    if chosen is None:
+    if packing is not None and chosen is None:
         problems.append(f"packing={packing} must be one of {', '.join(choices)}")
-    if limit is not None and not (limit.isascii() and limit.isdecimal()):
-        problems.append(f"limit={limit} must be a number of bytes")
-    if problems or chosen is None:
+    if limit is not None and not is_count(limit):
+        problems.append(f"limit={limit[:40]} must be a number of bytes")
+    if problems:
         raise InvalidInput(f"that is no question for a delta: {'; '.join(problems)}.")
     return held_root, chosen, None if limit is None else int(limit)
 
@@ -251,7 +234,7 @@ class _Extended:
         digester: PieceDigester,
     ) -> None:
         self._holding, self._extra, self._catch_ups, self._digester = holding, extra, catch_ups, digester
-        self.manifest = holding.manifest
+        self.manifest, self.in_files = holding.manifest, holding.in_files
 
     @property
     def encoded(self) -> bytes:
@@ -269,6 +252,11 @@ class _Extended:
             raise InvalidInput(f"{file} has {len(payload)} bytes: {start} to {stop} is not a range of it.")
         self._catch_ups.used(key)
         return [memoryview(payload)[start:stop]]
+
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Sequence[memoryview | FileRange]:
+        if file in self._extra:
+            return self.views(file, start, stop, deadline=deadline)
+        return self._holding.sendable(file, start, stop, deadline=deadline)
 
     def tensor(self, name: str) -> tuple[Box, Array]:
         return self._holding.tensor(name)

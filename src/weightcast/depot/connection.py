@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import select
 import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import formatdate
 from http import HTTPStatus
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.access import Gate
-from weightcast.depot.exchange import Handler, Reply, Request
+from weightcast.depot.exchange import FileRange, Handler, Reply, Request
 from weightcast.depot.heads import MAX_HEAD_NBYTES, Head, Refusal, end_of_head, parse_head
 from weightcast.depot.replies import failure, reply_of
 from weightcast.depot.routing import Routes
-from weightcast.errors import WeightcastError
+from weightcast.errors import PartCorrupt, WeightcastError
 from weightcast.tensors.digest import bytes_digest
 from weightcast.wire.depot import ID_HEADERS, QUERY_HEADER
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 
 REQUEST_S = 600.0  # for a handler to work an answer out; sending it takes as long as it takes, if only it goes on
+HEAD_S = 5.0  # for a request up to its token: a client that has not shown one is never waited for any longer
+STALLED_S = 1.0  # a client in the middle of a request makes room if it has not moved for so long
 _LINGER_S = 1.0
 _READ_NBYTES = 64 << 10
 _BODY_NBYTES_PER_S = 100_000  # a body must come at least this fast, after `stall_s`
@@ -50,14 +53,24 @@ class Service:
 
 
 class Connection:
-    """A connected client. `idle_since` is set between requests, `was_cut` by `cut`. Other threads may call only that."""
+    """A connected client. Other threads may call only `cut` and `yields`, and read the public attributes.
 
-    def __init__(self, accepted: socket.socket, peer: str, service: Service) -> None:
-        self._socket, self._service, self.peer = accepted, service, peer
+    `waits_since` is set while the depot waits for the client: for a request, for the rest of one, or to take its answer;
+    and while the client waits for a new version.
+    `is_half_sent` while a part of a head has come; `half_sent` is called when that begins. `is_admitted` once a request had
+    the token, or none was asked for.
+    """
+
+    def __init__(
+        self, accepted: socket.socket, address: str, port: int, service: Service, half_sent: Callable[[str], None]
+    ) -> None:
+        self._socket, self._service, self.address, self.peer = accepted, service, address, f"{address}:{port}"
+        self._half_sent = half_sent
         self._lock = threading.Lock()
         self._buffer = bytearray()
-        self.idle_since: float | None = None
-        self.was_cut = False
+        self.waits_since: float | None = time.monotonic()
+        self.is_half_sent = self.is_admitted = self.was_cut = False
+        self._is_idle = True
         self.requests = self.failures = self.sent_nbytes = 0
 
     def run(self) -> None:
@@ -71,10 +84,7 @@ class Connection:
             while not self._service.closing.is_set() and self._serve_one():
                 pass
         except OSError as error:
-            if error.errno == errno.EFAULT:  # the kernel's word for a mapping without a file behind it
-                log.warning("client cut", why="a file was truncated while it was being sent")
-            else:
-                log.debug("client lost", error=error)
+            log.debug("client lost", error=error)
             self._abandon()
         except Exception:  # nothing above this would say what went wrong
             log.exception("client cut")
@@ -89,6 +99,26 @@ class Connection:
             # not SSLSocket.shutdown, which takes the encryption off under the thread that is sending
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
+    def yields(self, now: float) -> tuple[int, float] | None:
+        """Whether the connection can be cut to make room, and its turn: the least is cut first. None if it is busy.
+
+        First those that were never admitted, then idle ones, then those that stopped in the middle of a request; of each
+        kind the one that has been waited for the longest time.
+        """
+        since = self.waits_since
+        if since is None or self.was_cut:
+            return None
+        if not self.is_admitted:
+            return 0, since
+        if self._is_idle:
+            return 1, since
+        return (2, since) if now - since >= STALLED_S else None
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the client may keep the depot waiting in the middle of a request."""
+        return self._service.stall_s if self.is_admitted else min(HEAD_S, self._service.stall_s)
+
     def _abandon(self) -> None:
         """Have the system forget what the client did not take. It learns that its answer is not whole."""
         with suppress(OSError):
@@ -98,7 +128,7 @@ class Connection:
 
     def _shake_hands(self) -> None:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(self._service.stall_s)
+        self._socket.settimeout(self._patience_s)
         if self._service.tls is None:
             return
         with self._lock:
@@ -130,12 +160,16 @@ class Connection:
         return keeps
 
     def _read_head(self) -> Head | Refusal | None:
-        if not self._buffer:
-            self.idle_since = time.monotonic()
-            if not self._receive(self._service.keep_s):
-                return None
-        self.idle_since = None
-        deadline = Deadline.after(self._service.stall_s)
+        self.waits_since, self._is_idle = time.monotonic(), True
+        try:
+            return self._wait_for_head()
+        finally:
+            self.waits_since, self._is_idle, self.is_half_sent = None, False, False
+
+    def _wait_for_head(self) -> Head | Refusal | None:
+        if not self._buffer and not self._receive(self._service.keep_s):
+            return None
+        deadline = Deadline.after(min(HEAD_S, self._service.stall_s))
         while True:
             while self._buffer[:2] == b"\r\n":  # an empty line after the body before
                 del self._buffer[:2]
@@ -146,6 +180,9 @@ class Connection:
                 head = bytes(self._buffer[:end])
                 del self._buffer[:end]
                 return parse_head(head)
+            if not self.is_half_sent:
+                self.is_half_sent = True
+                self._half_sent(self.address)
             if not self._receive(deadline.remaining()):
                 if deadline.remaining() > 0:
                     return None
@@ -165,10 +202,13 @@ class Connection:
 
     def _read_body(self, nbytes: int) -> bytes | None:
         """The body; None if it does not come in time."""
-        deadline = Deadline.after(self._service.stall_s + nbytes / _BODY_NBYTES_PER_S)
+        patience_s = self._patience_s
+        deadline = Deadline.after(patience_s + nbytes / _BODY_NBYTES_PER_S if self.is_admitted else patience_s)
+        self.waits_since = time.monotonic()
         while len(self._buffer) < nbytes:
-            if not self._receive(min(self._service.stall_s, deadline.remaining())):
+            if not self._receive(min(patience_s, deadline.remaining())):
                 return None
+        self.waits_since = None
         body = bytes(self._buffer[:nbytes])
         del self._buffer[:nbytes]
         return body
@@ -179,12 +219,22 @@ class Connection:
         poll.register(self._socket, select.POLLRDHUP)
         return not poll.poll(0)
 
+    @contextmanager
+    def _parked(self) -> Iterator[None]:
+        """While the client waits for a new version its connection is as good as idle."""
+        self.waits_since, self._is_idle = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.waits_since, self._is_idle = None, False
+
     # -- answering ----------------------------------------------------------------------------------------------------
 
     def _answer(self, head: Head) -> bool:
         try:
-            if head.segments != ("health",):
+            if self._service.gate.is_open or head.segments != ("health",):
                 self._service.gate.check(head.headers)
+                self.is_admitted = True
         except WeightcastError as error:
             return self._refuse(head, reply_of(error))
         found = self._service.routes.find(head.method, head.segments)
@@ -197,7 +247,9 @@ class Connection:
             return self._refuse(head, failure(408, "deadline_exceeded", "the body of the request did not come in time."))
         handler, values = found
         deadline = Deadline.after(REQUEST_S, cancelled=self._service.closing)
-        request = Request(head.method, values, head.query, head.headers, body, deadline, self._is_connected)
+        request = Request(
+            head.method, values, head.query, head.headers, body, deadline, self._is_connected, self._parked, self.address
+        )
         with ExitStack() as stack:
             reply = _handled(handler, request, stack)
             if body:
@@ -205,11 +257,15 @@ class Connection:
             close_body = getattr(reply.body, "close", None)
             if close_body is not None:
                 stack.callback(close_body)
-            return self._send_reply(reply, method=head.method, keeps=head.keeps) and head.keeps
+            keeps = head.keeps and self.is_admitted
+            return self._send_reply(reply, method=head.method, keeps=keeps) and keeps
 
     def _refuse(self, head: Head | None, reply: Reply) -> bool:
-        """Answer a request that is not carried out. If its body is not known or not read, nothing can follow it."""
-        keeps = head is not None and head.keeps and head.body_nbytes == 0
+        """Answer a request that is not carried out. If its body is not known or not read, nothing can follow it.
+
+        Nor can anything without a token: a client that sends many requests at once is refused once.
+        """
+        keeps = head is not None and head.keeps and head.body_nbytes == 0 and self.is_admitted
         sent = self._send_reply(reply, method=head.method if head else "GET", keeps=keeps)
         if keeps:
             return sent
@@ -220,7 +276,7 @@ class Connection:
         """Send it. False if the connection cannot be used any more because the body was not what was promised."""
         self.failures += reply.status >= 500
         head = _head_of(reply, keeps=keeps and not self._service.closing.is_set())
-        self._socket.settimeout(self._service.stall_s)
+        self._socket.settimeout(self._patience_s)
         if method == "HEAD" or reply.status in (204, 304):
             self._send(memoryview(head))
             return True
@@ -232,11 +288,18 @@ class Connection:
         left = reply.nbytes
         try:
             for block in reply.body:
-                view = memoryview(block).cast("B")
-                if view.nbytes > left:
-                    break
-                self._send(view)
-                left -= view.nbytes
+                if isinstance(block, FileRange):
+                    nbytes = block.stop - block.start
+                    if nbytes > left:
+                        break
+                    self._send_file(block)
+                else:
+                    view = memoryview(block).cast("B")
+                    nbytes = view.nbytes
+                    if nbytes > left:
+                        break
+                    self._send(view)
+                left -= nbytes
             else:
                 if left == 0:
                     return True
@@ -247,16 +310,45 @@ class Connection:
         return False
 
     def _send(self, data: memoryview) -> None:
-        """Send all of it. Every call must get on within `stall_s`: the timeout of the socket."""
+        """Send all of it. Every call must get on in time: the timeout of the socket."""
         most = len(data) if self._service.tls is None else _TLS_NBYTES
         while data:
+            self.waits_since = time.monotonic()
             sent = self._socket.send(data[:most])
+            self.waits_since = None
             self.sent_nbytes += sent
             data = data[sent:]
+
+    def _send_file(self, block: FileRange) -> None:
+        """Send bytes of a file. Raises `PartCorrupt` if it has become too short."""
+        if self._service.tls is not None:
+            buffer = memoryview(bytearray(_TLS_NBYTES))
+            for start in range(block.start, block.stop, _TLS_NBYTES):
+                data = buffer[: block.stop - start]
+                block.file.read_into(data, start)
+                self._send(data)
+            return
+        ready = select.poll()
+        ready.register(self._socket, select.POLLOUT)
+        start = block.start
+        while start < block.stop:
+            try:
+                sent = os.sendfile(self._socket.fileno(), block.file.fd, start, block.stop - start)
+            except BlockingIOError:
+                self.waits_since = time.monotonic()
+                if not ready.poll(1000 * self._patience_s):
+                    raise TimeoutError("timed out") from None
+                self.waits_since = None
+                continue
+            if sent == 0:
+                raise PartCorrupt(block.file.path, f"it ends at byte {start}, in the middle of its data")
+            self.sent_nbytes += sent
+            start += sent
 
     def _linger(self) -> None:
         """Let the client read the answer: closing with bytes unread would take it away from it."""
         deadline = Deadline.after(_LINGER_S)
+        self.waits_since = time.monotonic()
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while self._receive(deadline.remaining()):
@@ -265,7 +357,8 @@ class Connection:
 
 def small_answer(reply: Reply) -> bytes:
     """An answer after which the connection ends, whole."""
-    return b"".join((_head_of(reply, keeps=False), *reply.body))
+    body = reply.body if isinstance(reply.body, tuple) else ()
+    return b"".join((_head_of(reply, keeps=False), *body))
 
 
 def _handled(handler: Handler, request: Request, stack: ExitStack) -> Reply:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput
+from weightcast.store.byte_file import ByteFile
 from weightcast.tensors.flat import Buffer
 from weightcast.wire.decoding import decode
 
@@ -21,7 +23,8 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 class Request:
     """What a client asks. `path` are the values of the `{names}` in the pattern of the route; header names are lower case.
 
-    A handler that waits for something may ask whether the client is still `connected`.
+    A handler that waits for a new version does so inside `parked()`, where the depot may cut the client to make room for
+    others, and asks now and then whether the client is still `connected`. `client` is its address.
     """
 
     method: str
@@ -31,6 +34,8 @@ class Request:
     body: bytes
     deadline: Deadline
     connected: Callable[[], bool] = field(default=lambda: True, repr=False)
+    parked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, repr=False)
+    client: str = ""
 
     def read(self, kind: type[_Body]) -> _Body:
         """The body as a message. Raises `InvalidInput` if it is not one."""
@@ -41,6 +46,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class FileRange:
+    """Bytes of an open file, which a socket sends without a copy in this process."""
+
+    file: ByteFile
+    start: int
+    stop: int
+
+    def read(self) -> memoryview:
+        """The bytes in fresh memory. Raises `PartCorrupt` if the file ends before."""
+        memory = np.empty(self.stop - self.start, dtype=np.uint8)
+        self.file.read_into(memory.data, self.start)
+        return memory.data.toreadonly()
+
+
+@dataclass(frozen=True)
 class Reply:
     """What the client gets. The blocks of `body` are sent from where they lie, as they come, and are `nbytes` together.
 
@@ -48,7 +68,7 @@ class Reply:
     """
 
     status: int
-    body: Iterable[Buffer] = ()
+    body: tuple[Buffer, ...] | Iterator[Buffer | FileRange] = ()
     nbytes: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.depot.exchange import Reply, Request, Route
+from weightcast.depot.exchange import FileRange, Reply, Request, Route
 from weightcast.depot.holding import Holding, Shelf
 from weightcast.depot.piece_digests import PieceDigester
 from weightcast.depot.ranges import asked_range, names_tag
@@ -19,6 +19,8 @@ from weightcast.tensors.digest import bytes_digest
 from weightcast.wire.depot import PREFIX, Catalogue, file_tag
 
 log = logs.get(__name__)
+
+Block = memoryview | FileRange
 
 MAX_WAIT_S = 60.0
 BLOCK_NBYTES = 4 << 20  # sent at a time: measured fastest over loopback, and every block is looked at before it is sent
@@ -59,16 +61,14 @@ class FileRoutes:
         """The version to take; with `after` and `wait`, once it is another one."""
         after, wait = request.query.get("after", ""), _seconds(request.query.get("wait", "0"))
         deadline = Deadline.after(min(wait, MAX_WAIT_S), cancelled=self._closing)
-        while True:
-            found = self._shelf.newest()
-            if found is not None and found.version != after:
-                return Reply.message(found)
-            left = deadline.remaining()
-            if left <= 0:
-                break
-            self._shelf.wait_newer(after, deadline=Deadline.after(min(left, _SLICE_S), cancelled=self._closing))
-            if self._closing.is_set() or not request.connected():
-                break
+        with request.parked():
+            while (found := self._shelf.newest()) is None or found.version == after:
+                left = deadline.remaining()
+                if left <= 0 or self._closing.is_set() or not request.connected():
+                    break
+                self._shelf.wait_newer(after, deadline=Deadline.after(min(left, _SLICE_S), cancelled=self._closing))
+        if found is not None and found.version != after:
+            return Reply.message(found)
         if found is None and not after:
             raise VersionNotSet("this depot has no version yet. Publish one.")
         return Reply(204)
@@ -102,9 +102,9 @@ class FileRoutes:
             return failure(416, "invalid_input", message, {"Content-Range": f"bytes */{nbytes}", "ETag": tag})
         if asked is not None:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
-        body: Generator[memoryview, None, None] | tuple[()] = ()
+        body: Generator[Block, None, None] | tuple[()] = ()
         if request.method == "GET":
-            first = self._views(holding, name, start, min(start + BLOCK_NBYTES, stop))  # what is wrong is told in a status
+            first = self._sendable(holding, name, start, min(start + BLOCK_NBYTES, stop))  # a problem becomes a status
             body = self._blocks(holding, name, start, stop, first)
         return Reply(206 if asked is not None else 200, body, stop - start, headers)
 
@@ -117,14 +117,14 @@ class FileRoutes:
         return Reply.message(found, headers={"ETag": file_tag(holding.manifest, name)})
 
     def _blocks(
-        self, holding: Holding, name: str, start: int, stop: int, first: list[memoryview]
-    ) -> Generator[memoryview, None, None]:
+        self, holding: Holding, name: str, start: int, stop: int, first: Sequence[Block]
+    ) -> Generator[Block, None, None]:
         yield from first
         for at in range(start + BLOCK_NBYTES, stop, BLOCK_NBYTES):
-            yield from self._views(holding, name, at, min(at + BLOCK_NBYTES, stop))
+            yield from self._sendable(holding, name, at, min(at + BLOCK_NBYTES, stop))
 
-    def _views(self, holding: Holding, name: str, start: int, stop: int) -> list[memoryview]:
-        return holding.views(name, start, stop, deadline=Deadline.after(BLOCK_WAIT_S, cancelled=self._closing))
+    def _sendable(self, holding: Holding, name: str, start: int, stop: int) -> Sequence[Block]:
+        return holding.sendable(name, start, stop, deadline=Deadline.after(BLOCK_WAIT_S, cancelled=self._closing))
 
 
 def _size(holding: Holding, name: str) -> int:

@@ -1,12 +1,13 @@
-"""What a depot serves: versions that lie in memory, mapped from files or a publisher's own."""
+"""What a depot serves: versions that lie in files, or in a publisher's own memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from weightcast.clock import Deadline
+from weightcast.depot.exchange import FileRange
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.flat import Array
 from weightcast.wire.depot import Newest, Offer
@@ -19,6 +20,10 @@ class Holding(Protocol):
     manifest: Manifest
 
     @property
+    def in_files(self) -> bool:
+        """Whether the bytes lie in files, so that each range is read when it is asked for."""
+
+    @property
     def encoded(self) -> bytes:
         """The manifest as it is sent: sealed."""
 
@@ -27,13 +32,17 @@ class Holding(Protocol):
         """The files that the version is made of, parts, payload and others, and their sizes."""
 
     def views(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[memoryview]:
-        """The bytes of a range where they lie, to be sent from there. Waits for bytes that are still on their way here.
+        """The bytes of a range: where they lie in memory, or read from their file. Waits for bytes on their way here.
 
         Raises `NotFound` for a file that is not of the version, `InvalidInput` for a range that it does not have.
         """
 
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Sequence[memoryview | FileRange]:
+        """The same bytes for a socket: those in files are not read. Raises what `views` does."""
+
     def tensor(self, name: str) -> tuple[Box, Array]:
-        """What is held of a tensor, where it lies: the whole of it, or one box if several publishers share a version.
+        """What is held of a tensor: the whole of it, or one box if several publishers share a version. Where it lies in
+        memory, or read from its file.
 
         Raises `NotFound` if nothing is, and for a delta: then the state that it leads to must be worked out.
         """

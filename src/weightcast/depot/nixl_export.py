@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from contextlib import ExitStack
 
 from weightcast.clock import Deadline
-from weightcast.depot.exchange import Reply, Request, Route
+from weightcast.depot.exchange import FileRange, Reply, Request, Route
 from weightcast.depot.holding import Holding, Shelf
 from weightcast.depot.leases import Leases
 from weightcast.depot.nixl_holds import Memory
-from weightcast.errors import SourceFailed
-from weightcast.transports.nixl.agent import region_of_bytes
+from weightcast.errors import Conflict, SourceFailed
+from weightcast.store.files import refusals
+from weightcast.tensors.flat import Buffer
+from weightcast.transports.nixl.agent import device_at, region_of_bytes
+from weightcast.transports.nixl.agents import Agents
 from weightcast.wire.depot import PREFIX
-from weightcast.wire.nixl import Grant, GrantQuery, Region, Renewal
+from weightcast.wire.nixl import Grant, GrantQuery, Renewal
+
+_ROUTES = {
+    "open": ("POST", f"{PREFIX}/versions/{{version}}/nixl"),
+    "join": ("POST", f"{PREFIX}/versions/{{version}}/nixl/lease"),
+    "renew": ("POST", f"{PREFIX}/nixl/grants/{{grant}}"),
+    "confirm": ("DELETE", f"{PREFIX}/nixl/grants/{{grant}}"),
+}
 
 
 class NixlExport:
     """Lets receivers read the versions of a shelf from the memory of this process, and what a trainer lends.
 
     The memory of a version is registered when the first receiver wants to read it, and the version is held for as long as
-    any may. Nothing is loaded and no agent is made before that.
+    any may. Nothing is loaded, no agent is made and no port is opened before that. NIXL then listens on the device that has
+    the address `host`, where the depot listens.
     """
 
-    def __init__(self, shelf: Shelf, leases: Leases | None = None) -> None:
+    def __init__(self, shelf: Shelf, leases: Leases | None = None, *, host: str = "127.0.0.1") -> None:
         self._shelf = shelf
-        self._leases = Leases() if leases is None else leases
+        self._leases = Leases(Agents(nic=device_at(host))) if leases is None else leases
         self._holds = self._leases.holds
         self._lock = threading.Lock()
         self._exported: dict[tuple[str, str], Memory] = {}
 
     def routes(self) -> list[Route]:
         """All of them."""
-        return [
-            Route("POST", f"{PREFIX}/versions/{{version}}/nixl", self.open),
-            Route("POST", f"{PREFIX}/versions/{{version}}/nixl/lease", self.join),
-            Route("POST", f"{PREFIX}/nixl/grants/{{grant}}", self.renew),
-            Route("DELETE", f"{PREFIX}/nixl/grants/{{grant}}", self.confirm),
-        ]
+        handlers = {"open": self.open, "join": self.join, "renew": self.renew, "confirm": self.confirm}
+        return [Route(method, pattern, handlers[name]) for name, (method, pattern) in _ROUTES.items()]
 
     def open(self, request: Request, _stack: ExitStack) -> Reply:
         """A receiver wants to read a version."""
@@ -65,7 +73,9 @@ class NixlExport:
                 return granted
             with ExitStack() as keep:
                 holding = keep.enter_context(self._shelf.holding(version))
-                regions = _regions(holding, query, deadline)
+                memories = _memories(holding, query, deadline)
+                keep.callback(memories.clear)
+                regions = {file: tuple(map(region_of_bytes, memory)) for file, memory in memories.items()}
                 memory = Memory(self._leases.agents.get(), regions, f"version {version}")
                 memory.keep = keep.pop_all()
             try:
@@ -77,13 +87,28 @@ class NixlExport:
             self._exported[key] = memory
             return granted
 
+    @classmethod
+    def refusals(cls) -> list[Route]:
+        """The routes of a depot whose NIXL is off: each says how to switch it on. Nothing is opened."""
+
+        def refuse(_request: Request, _stack: ExitStack) -> Reply:
+            raise Conflict(
+                "this depot does not serve nixl://, which opens another port. Start it with `weightcast depot --nixl on` (a "
+                "trainer: DepotPublisher with nixl=True), or open http:// instead."
+            )
+
+        return [Route(method, pattern, refuse) for method, pattern in _ROUTES.values()]
+
     def close(self) -> None:
         """End all leases. Memory that is being read stays until its readers are done. Safe twice."""
         self._leases.close()
 
 
-def _regions(holding: Holding, query: GrantQuery, deadline: Deadline) -> dict[str, tuple[Region, ...]]:
-    """Where the parts of a version lie, or the payload of a delta."""
+def _memories(holding: Holding, query: GrantQuery, deadline: Deadline) -> dict[str, list[Buffer]]:
+    """The memory of the parts of a version, or of the payload of a delta. Files are mapped.
+
+    A mapped file that another process truncates ends this one when NIXL reads it. Nothing of ours truncates a file.
+    """
     manifest = holding.manifest
     if manifest.root_digest != query.root_digest:
         raise SourceFailed(
@@ -92,6 +117,14 @@ def _regions(holding: Holding, query: GrantQuery, deadline: Deadline) -> dict[st
         )
     files = manifest.parts if manifest.payload is None else (manifest.payload,)
     return {
-        entry.file: tuple(map(region_of_bytes, holding.views(entry.file, 0, entry.nbytes, deadline=deadline)))
+        entry.file: [
+            memoryview(_mapped(block))[block.start : block.stop] if isinstance(block, FileRange) else block
+            for block in holding.sendable(entry.file, 0, entry.nbytes, deadline=deadline)
+        ]
         for entry in files
     }
+
+
+def _mapped(block: FileRange) -> mmap.mmap:
+    with refusals("map", block.file.path):
+        return mmap.mmap(block.file.fd, block.stop, access=mmap.ACCESS_READ)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weightcast import logs
 from weightcast.clock import Deadline
+from weightcast.depot.exchange import FileRange
 from weightcast.depot.partial_file import PartialFile, check_room, remove_strays
 from weightcast.depot.partial_pieces import Piece, Pieces, Run, check_digests
 from weightcast.depot.partial_proof import FileProof, Wrong, files_of, stretches_of
@@ -34,6 +35,8 @@ class PartialVersion:
 
     Whoever fetches takes pieces and says what came; a piece can be read by others as soon as it has its digest.
     """
+
+    in_files = True
 
     def __init__(self, store: Path, manifest: Manifest) -> None:
         self.manifest, self.encoded = manifest, encode_manifest(manifest)
@@ -82,13 +85,17 @@ class PartialVersion:
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def views(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[memoryview]:
-        """The bytes of a range, once they are there. Raises `SourceFailed` if the version is given up."""
+        """The bytes of a range, read once they are there. Raises `SourceFailed` if the version is given up."""
+        return [block.read() for block in self.sendable(file, start, stop, deadline=deadline)]
+
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[FileRange]:
+        """The range of the file, once it is there. Raises `SourceFailed` if the version is given up."""
         if not 0 <= start <= stop <= self._size(file):
             raise InvalidInput(
                 f"{file} of version {self.manifest.version} has {self.files[file]} bytes: no {start} to {stop}."
             )
         self._wait(lambda: file in self._opened and self._pieces.there(file, start, stop), file, deadline)
-        return [self._opened[file].memory[start:stop]] if stop > start else []
+        return [self._opened[file].range(start, stop)] if stop > start else []
 
     def piece_digests(self, file: str, *, deadline: Deadline) -> PieceDigests:
         """What the source says that the digests of a file's pieces are."""
@@ -136,13 +143,14 @@ class PartialVersion:
         if opened.existed or file in self._pieces.digests:
             for index, digest in enumerate(digests.digests):
                 start = index * digests.piece_nbytes
-                if bytes_digest(opened.memory[start : start + digests.piece_nbytes], algorithm_of(digest)) == digest:
+                stop = min(start + digests.piece_nbytes, opened.nbytes)
+                if bytes_digest(opened.range(start, stop).read(), algorithm_of(digest)) == digest:
                     right.add(index)
+        self._begin_proof(file)  # not under the other lock: `_advance` takes the two in the other order
         with self._changed:
             for piece in self._pieces.expect(file, digests):
                 if piece.index in right:
                     self._pieces.right(piece)
-            self._begin_proof(file)
             self._changed.notify_all()
 
     def take(self, choose: Callable[[Piece], int | None], *, most: int = 1) -> Run | None:
@@ -210,9 +218,12 @@ class PartialVersion:
     # -- proving and sealing ---------------------------------------------------------------------------------------------
 
     def _begin_proof(self, file: str) -> None:
+        opened = self._opened[file]
         with self._proving:
             self._proofs[file] = FileProof(
-                self._stretches[file], self._opened[file].memory, self.manifest.algorithm or DEFAULT
+                self._stretches[file],
+                lambda start, stop: opened.range(start, stop).read(),
+                self.manifest.algorithm or DEFAULT,
             )
 
     def _advance(self, file: str) -> None:

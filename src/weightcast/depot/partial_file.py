@@ -3,59 +3,58 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from weightcast.depot.exchange import FileRange
 from weightcast.errors import StorageFailed
+from weightcast.store.byte_file import PooledFile
 from weightcast.store.files import refusals
 
 
 class PartialFile:
-    """A file that is written in any order and read through a mapping: `memory`.
+    """A file that is written in any order, and read where it was written.
 
-    What another process left under the name is kept, if it has the right size: then it `existed`. Writing through the
-    mapping would be killed by a signal when the disk is full, and takes a page fault for every page. Views of the memory
-    stay valid after `close`, and after the file was removed.
+    A file of the right size that another process left under the name is kept: then it `existed`. Writing through a mapping
+    would end the process by a signal when the disk is full.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
-        with refusals("create", path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            with refusals("size", path):
-                self.existed = nbytes > 0 and os.fstat(self._fd).st_size == nbytes
-                os.ftruncate(self._fd, nbytes)
-                self.memory = memoryview(mmap.mmap(self._fd, nbytes, access=mmap.ACCESS_READ) if nbytes else b"")
-        except BaseException:
-            self.close()
-            raise
+        self._file = PooledFile(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        self.existed = nbytes > 0 and self._file.nbytes == nbytes
+        with refusals("size", path):
+            os.ftruncate(self._file.opened().fd, nbytes)
 
     def write(self, start: int, data: memoryview) -> None:
         """Write bytes from `start` on."""
+        opened = self._file.opened()
         with refusals("write", self.path):
             while data:
-                written = os.pwrite(self._fd, data, start)
+                written = os.pwrite(opened.fd, data, start)
                 data, start = data[written:], start + written
+
+    def range(self, start: int, stop: int) -> FileRange:
+        """Bytes of it, to be read or sent."""
+        return FileRange(self._file.opened(), start, stop)
 
     @property
     def allocated_nbytes(self) -> int:
         """What it takes of the medium now."""
+        opened = self._file.opened()
         with refusals("look at", self.path):
-            return os.fstat(self._fd).st_blocks * 512
+            return os.fstat(opened.fd).st_blocks * 512
 
     def sync(self) -> None:
         """Wait until the bytes are on the medium."""
+        opened = self._file.opened()
         with refusals("sync", self.path):
-            os.fsync(self._fd)
+            os.fsync(opened.fd)
 
     def close(self) -> None:
-        """Close the file; its memory goes with the last view of it. Safe twice."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        """Close the file until it is used again. Safe twice."""
+        self._file.close()
 
 
 def check_room(directory: Path, files: Iterable[PartialFile]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightcast.tensors.digest import Algorithm, Hasher
@@ -50,8 +51,8 @@ def stretches_of(manifest: Manifest) -> dict[str, list[Stretch]]:
 class FileProof:
     """Takes the digests of one file's stretches as its bytes come. One thread at a time."""
 
-    def __init__(self, stretches: list[Stretch], memory: memoryview, algorithm: Algorithm) -> None:
-        self._stretches, self._memory, self._algorithm = stretches, memory, algorithm
+    def __init__(self, stretches: list[Stretch], read: Callable[[int, int], memoryview], algorithm: Algorithm) -> None:
+        self._stretches, self._read, self._algorithm = stretches, read, algorithm
         self._next, self._position = 0, 0
         self._hasher = Hasher(algorithm)
         self.wrong: list[Wrong] = []
@@ -66,7 +67,8 @@ class FileProof:
         while not self.done and self._position <= front:
             stretch = self._stretches[self._next]
             stop = min(stretch.stop, front, self._position + BLOCK_NBYTES)
-            self._hasher.update(self._memory[self._position : stop])
+            if stop > self._position:
+                self._hasher.update(self._read(self._position, stop))
             self._position = stop
             if stop == stretch.stop:
                 self._compare(stretch)

@@ -18,9 +18,9 @@ KEEP_NBYTES = 512 << 20
 class Questions:
     """Answers from the versions of a shelf. Any thread may ask.
 
-    `store` is the directory where the shelf's versions lie, if they do: it is what deltas are worked out from. `threads` are
-    those that work on one delta. Deltas are kept up to `keep_nbytes` in all; a single one that is larger is refused. They
-    are sent as files: give `shelf` of this object to whatever sends files.
+    `store` is the directory where the shelf's versions lie, if they do: their deltas are folded for receivers that are
+    behind. `threads` are those that work on one delta. Deltas are kept up to `keep_nbytes` in all; a single one that is
+    larger is refused. They are sent as files: give `shelf` of this object to whatever sends files.
     """
 
     def __init__(self, shelf: Shelf, store: Path | None, *, threads: int | None = 1, keep_nbytes: int = KEEP_NBYTES) -> None:

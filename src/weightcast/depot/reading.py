@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightcast.clock import Deadline
-from weightcast.delta import ArrayState, Delta, MovedState, move
+from weightcast.delta import Delta, MovedState, move
 from weightcast.delta import slice as slice_delta
-from weightcast.delta.lanes import lanes_per_element
+from weightcast.delta.lanes import Lanes, kind_of, lanes_per_element
 from weightcast.depot.holding import Holding, Shelf
 from weightcast.depot.once import Once
 from weightcast.errors import Conflict, DigestMismatch, NotFound
@@ -24,12 +24,14 @@ from weightcast.store.part_state import PartState
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import DEFAULT, Hasher
-from weightcast.tensors.flat import Array, Buffer, Bytes, flat_bytes
+from weightcast.tensors.flat import Array, Buffer, Bytes, empty, flat_bytes, from_bytes
 from weightcast.tensors.placing import Check
+from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 BLOCK_NBYTES = 4 << 20  # read, hashed and sent at a time
 BOUNCE_NBYTES = 1 << 20  # gathered before that: stays in a core's own cache
+_WASTE_NBYTES = 64 << 10  # read for nothing in a row, rather than to read each row by itself
 _KEPT_STATES = 2  # of delta versions: the changes since their full version are kept, about 6 bytes each
 _KEPT_PROOFS = 1 << 16  # tensors that were compared with their digests
 
@@ -49,33 +51,97 @@ class Tensors(Protocol):
 
 
 class LyingTensors:
-    """Tensors where they lie in memory. A box is one part, seen without a copy."""
+    """Tensors of a holding. Those in memory are seen without a copy; those in files are read a few MiB at a time."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: Holding, deadline: Deadline) -> None:
         self.manifest = holding.manifest
-        self._holding = holding
+        self._holding, self._deadline = holding, deadline
+        self._entries = {entry.name: entry for entry in holding.manifest.tensors} if holding.in_files else {}
 
     def held(self, entry: TensorEntry) -> Box | None:
         """What there is of a tensor here."""
+        if self._holding.in_files:
+            return Box.whole(entry.shape) if self.manifest.parts and entry.name in self._entries else None
         try:
             return self._holding.tensor(entry.name)[0]
         except NotFound:
             return None
 
     def parts(self, entry: TensorEntry, box: Box) -> Iterator[tuple[Box, Array]]:
-        """The box, as a view."""
+        """The box: as one view, or in parts that are read."""
+        if self._holding.in_files:
+            for part, around in _stretches(entry, box):
+                yield part, self._read(entry, around)[_inside(part, around)]
+            return
         around, array = self._holding.tensor(entry.name)
-        inside: tuple[Any, ...] = tuple(
+        yield box, array[_inside(box, around)]
+
+    def _read(self, entry: TensorEntry, box: Box) -> Array:
+        """The elements of a box that lie one after the other."""
+        spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=box.shape)
+        if not spec.nbytes:
+            return empty(spec)
+        place = self._entries[entry.name]  # a delta's entry has none
+        start = place.offset + _first(entry, box) * entry.dtype.itemsize
+        file = self.manifest.parts[place.part].file
+        (view,) = self._holding.views(file, start, start + spec.nbytes, deadline=self._deadline)
+        return from_bytes(view, spec)
+
+
+def _inside(box: Box, around: Box) -> tuple[Any, ...]:
+    """The index of a box in an array of the box around it."""
+    return (
+        *(
             slice(start - first, start - first + size)
             for start, first, size in zip(box.start, around.start, box.shape, strict=True)
-        )
-        yield box, array[(*inside, ...)]
+        ),
+        ...,
+    )
+
+
+def _first(entry: TensorEntry, box: Box) -> int:
+    """How many elements lie before the first of a box."""
+    return sum(start * prod(entry.shape[axis + 1 :]) for axis, start in enumerate(box.start))
+
+
+def _stretches(entry: TensorEntry, box: Box) -> Iterator[tuple[Box, Box]]:
+    """A box in parts, in C order, each with a box around it whose elements lie one after the other: at most a block.
+
+    Whole rows are read around a part of rows, unless that would read much more than is wanted of each.
+    """
+    lead = next((axis for axis, size in enumerate(box.shape) if size > 1), None)
+    if lead is None or not prod(box.shape):
+        yield box, box
+        return
+    width = entry.dtype.itemsize
+    row, used = prod(entry.shape[lead + 1 :]) * width, prod(box.shape[lead + 1 :]) * width
+    step = 1 if row - used > _WASTE_NBYTES else max(1, BLOCK_NBYTES // row)
+    for at in range(0, box.shape[lead], step):
+        start, shape = list(box.start), list(box.shape)
+        start[lead], shape[lead] = box.start[lead] + at, min(step, box.shape[lead] - at)
+        part = Box(tuple(start), tuple(shape))
+        if step == 1:
+            yield from _stretches(entry, part)
+        else:
+            whole = len(box.shape) - lead - 1
+            yield part, Box((*start[: lead + 1], *[0] * whole), (*shape[: lead + 1], *entry.shape[lead + 1 :]))
+
+
+class _Given:
+    """A range of one tensor's lanes as a state."""
+
+    def __init__(self, entry: TensorEntry, lanes: Lanes) -> None:
+        self.specs = {entry.name: entry.spec}
+        self._lanes = lanes
+
+    def lanes(self, name: str, start: int, stop: int) -> Lanes:  # noqa: ARG002 - the one range that is asked for
+        return self._lanes
 
 
 class MovedTensors:
     """Tensors of a delta version: those of the full version that it goes back to, with the changes since applied.
 
-    What did not change is seen where it lies; of the rest, a few MiB at a time are in memory.
+    A few MiB at a time are in memory.
     """
 
     def __init__(self, manifest: Manifest, full: LyingTensors, changes: Delta) -> None:
@@ -94,24 +160,29 @@ class MovedTensors:
         width = entry.dtype.itemsize
         bits = np.empty(min(prod(box.shape), max(1, BLOCK_NBYTES // width)), dtype=f"u{width}")
         for part in _divided(box, len(bits)):
-            for _, lying in self._full.parts(entry, part):
-                if lying.flags.c_contiguous:
-                    yield part, self._stretch(entry, part)
+            for inner, lying in self._full.parts(entry, part):
+                if _is_stretch(entry, inner):
+                    yield inner, self._stretch(entry, inner, np.ascontiguousarray(lying))
                     continue
-                gathered = bits[: prod(part.shape)].reshape(part.shape)
+                gathered = bits[: prod(inner.shape)].reshape(inner.shape)
                 gathered[...] = lying.view(bits.dtype)
                 array = gathered.view(entry.dtype.numpy)
-                move({entry.name: array}, slice_delta(self._changes, {entry.name: part}))
-                yield part, array
+                move({entry.name: array}, slice_delta(self._changes, {entry.name: inner}))
+                yield inner, array
 
-    def _stretch(self, entry: TensorEntry, part: Box) -> Array:
+    def _stretch(self, entry: TensorEntry, part: Box, lying: Array) -> Array:
         """A part whose elements lie one after the other: its changes do, too, and need not be looked for."""
-        ((_, whole),) = self._full.parts(entry, Box.whole(entry.shape))
-        lanes = lanes_per_element(entry.dtype)
-        first = sum(start * prod(entry.shape[axis + 1 :]) for axis, start in enumerate(part.start))
-        state = MovedState(ArrayState({entry.name: whole}), self._changes)
+        kind, lanes = kind_of(entry.dtype), lanes_per_element(entry.dtype)
+        first = _first(entry, part)
+        state = MovedState(_Given(entry, flat_bytes(lying).view(kind.unsigned)), self._changes)
         found = state.lanes(entry.name, first * lanes, (first + prod(part.shape)) * lanes)
         return found.view(entry.dtype.numpy).reshape(part.shape)
+
+
+def _is_stretch(entry: TensorEntry, box: Box) -> bool:
+    """Whether the elements of a box lie one after the other in its tensor."""
+    lead = next((axis for axis, size in enumerate(box.shape) if size > 1), len(box.shape))
+    return box.shape[lead + 1 :] == entry.shape[lead + 1 :]
 
 
 def _divided(box: Box, elements: int) -> Iterator[Box]:
@@ -176,7 +247,7 @@ class Reading:
         """The tensors of a version. Raises `NotFound` if it is a delta whose state cannot be worked out here."""
         manifest = holding.manifest
         if manifest.base is None:
-            yield LyingTensors(holding)
+            yield LyingTensors(holding, deadline)
             return
         if self._catalog is None:
             raise NotFound(f"version {manifest.version} is a delta, and this depot has no store to work out its state from.")
@@ -186,7 +257,7 @@ class Reading:
                 raise Conflict(
                     f"version {chain.full.version} has other bytes now than those that {manifest.version} is based on."
                 )
-            yield MovedTensors(manifest, LyingTensors(full), changes)
+            yield MovedTensors(manifest, LyingTensors(full, deadline), changes)
 
     def prove(self, tensors: Tensors, entry: TensorEntry, *, deadline: Deadline) -> None:
         """Compare what there is of a tensor with its digest, once. Raises `DigestMismatch`."""

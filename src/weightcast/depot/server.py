@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -36,6 +37,7 @@ log = logs.get(__name__)
 STALL_S = 30.0
 KEEP_S = 120.0
 MAX_CONNECTIONS = 1024
+MAX_HALF_SENT = 64  # heads of one address of which only a part has come
 _BACKLOG = 1024
 _JOIN_S = 30.0
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[^\[\]:]*)):(?P<port>\d{1,5})", re.ASCII)
@@ -64,9 +66,11 @@ class Depot:
     carry it. With `tls`, the depot speaks only TLS. `acks` is where receivers are noted, by default in memory only. Further
     `routes` are answered too.
 
-    A client that stops in the middle of a request, or does not take its answer, is dropped after `stall_s`; one that asks
-    for nothing after `keep_s`. When there are `max_connections`, the one that has asked for nothing for the longest time
-    makes room, and if all are busy the new one is refused with status 503.
+    A client that stops in the middle of a request, or does not take its answer, is dropped after `stall_s`, or after
+    `HEAD_S` if it has not shown a token yet; one that asks for nothing after `keep_s`. One address can have `MAX_HALF_SENT`
+    heads half sent. At `max_connections`, or three quarters of the files that the process may open, a client that the depot
+    waits for is closed to make room: first those that have not shown a token, then idle ones, then stalled ones. If all are
+    busy, the new one is refused with status 503.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class Depot:
         service = Service(table, Gate(token), tls, stall_s, keep_s, closing)
         listening = _listening(listen)
         self.url = _url_of(listening, "http" if tls is None else "https")
-        self._hall = _Hall(listening, service, max_connections)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._hall = _Hall(listening, service, min(max_connections, max(1, descriptors * 3 // 4)))
         self._end = weakref.finalize(self, _close, self._hall, os.getpid())
         self._hall.open()
         log.info("depot listening", url=self.url, token=token is not None, tls=tls is not None)
@@ -174,13 +179,15 @@ class _Hall:
                 if self._service.closing.is_set():
                     return
                 log.warning("accept failed", error=error)
-                if error.errno != errno.ECONNABORTED:  # no file descriptor or no memory: time may bring some
+                if error.errno != errno.ECONNABORTED:  # no file descriptor or no memory
+                    with self._lock:
+                        self._make_room()
                     time.sleep(0.1)
                 continue
-            self._welcome(accepted, f"{address[0]}:{address[1]}")
+            self._welcome(Connection(accepted, address[0], address[1], self._service, self._limit_half_sent), accepted)
 
-    def _welcome(self, accepted: socket.socket, peer: str) -> None:
-        connection = Connection(accepted, peer, self._service)
+    def _welcome(self, connection: Connection, accepted: socket.socket) -> None:
+        peer = connection.peer
         thread = threading.Thread(target=self._serve, args=(connection,), name=f"depot client {peer}", daemon=True)
         with self._lock:
             self._accepted += 1
@@ -199,12 +206,24 @@ class _Hall:
             self._refuse(accepted)
 
     def _make_room(self) -> bool:
-        """Cut the connection that has been idle for the longest time. False if all are busy."""
+        """Cut the connection whose turn it is. False if all are busy. The caller holds the lock."""
         # one that was cut already, and has not gone yet, made room for somebody else
-        idle = [(since, one) for one in self._inside if (since := one.idle_since) is not None and not one.was_cut]
-        if idle:
-            min(idle, key=lambda item: item[0])[1].cut()
-        return bool(idle)
+        now = time.monotonic()
+        waited_for = [(turn, one) for one in self._inside if (turn := one.yields(now)) is not None]
+        if waited_for:
+            min(waited_for, key=lambda item: item[0])[1].cut()
+        return bool(waited_for)
+
+    def _limit_half_sent(self, address: str) -> None:
+        """Cut the oldest half-sent heads of an address beyond `MAX_HALF_SENT`."""
+        with self._lock:
+            half_sent = [
+                (since, one)
+                for one in self._inside
+                if one.address == address and one.is_half_sent and not one.was_cut and (since := one.waits_since) is not None
+            ]
+            for _, one in sorted(half_sent, key=lambda item: item[0])[:-MAX_HALF_SENT]:
+                one.cut()
 
     def _refuse(self, accepted: socket.socket) -> None:
         with self._lock:
@@ -230,18 +249,35 @@ def _close(hall: _Hall, owner: int) -> None:
         hall.close()
 
 
-def _listening(listen: str) -> socket.socket:
+def listening_host(listen: str) -> str:
+    """The IP address that `listen` means. Raises `InvalidInput` if it means none."""
+    return _resolved(listen)[1][0]
+
+
+def _resolved(listen: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     given = _ADDRESS.fullmatch(listen)
     if given is None or int(given["port"]) > 65535:
         raise InvalidInput(f"{listen!r} is no address to listen on: give HOST:PORT, 0.0.0.0:8300 say.")
     host, port = given["ipv6"] or given["host"] or None, int(given["port"])
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise InvalidInput(f"cannot listen on {listen}: {why}. Choose another address or port.") from error
+        raise _cannot_listen(listen, error) from error
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _listening(listen: str) -> socket.socket:
+    family, address = _resolved(listen)
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(listen, error) from error
+
+
+def _cannot_listen(listen: str, error: Exception) -> InvalidInput:
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return InvalidInput(f"cannot listen on {listen}: {why}. Choose another address or port.")
 
 
 def _url_of(listening: socket.socket, scheme: str) -> str:

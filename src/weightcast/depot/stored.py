@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Self
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.depot.mapped import MappedVersion
+from weightcast.depot.exchange import FileRange
 from weightcast.errors import (
     AnyPath,
     InvalidInput,
     ManifestCorrupt,
+    NotFound,
     PartCorrupt,
     StoreNotFound,
     VersionNotFound,
@@ -26,9 +27,12 @@ from weightcast.errors import (
     WrongState,
 )
 from weightcast.store import layout
+from weightcast.store.byte_file import ByteFile, PooledFile
 from weightcast.store.catalog import Catalog
 from weightcast.store.files import read_small
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.flat import Array, empty, from_bytes
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
 
@@ -37,17 +41,98 @@ log = logs.get(__name__)
 POLL_S = 0.05
 KEEP_S = 300.0
 LINGER_S = 30.0
-_TURN_S = 1.0  # how often mappings are looked through that nobody needs any more
+KEPT_VERSIONS = 32  # that stay open unread: each takes its manifest, some KiB per tensor
+KEPT_GONE = 256  # the same of versions that have left the store, which cannot be opened again
+_TURN_S = 1.0  # how often unread versions are closed
 
 Stamp = tuple[int, int, int]  # what changes whenever a file is replaced
 
 
+def files_of(manifest: Manifest) -> dict[str, int]:
+    """The files that a version is made of, and their sizes."""
+    files = {part.file: part.nbytes for part in manifest.parts} | {file.file: file.nbytes for file in manifest.files}
+    return files if manifest.payload is None else {**files, manifest.payload.file: manifest.payload.nbytes}
+
+
+class StoredVersion:
+    """A holding whose bytes are read from the files of a store, or sent from them.
+
+    A file that is removed from the store stays readable until this is let go, unless the process has too many other files
+    open. The size of a file is compared with the manifest when it is opened and before each block is given out.
+    """
+
+    in_files = True
+
+    def __init__(self, directory: Path, manifest: Manifest, encoded: bytes) -> None:
+        self.manifest = manifest
+        self._encoded = encoded
+        self._sizes = files_of(manifest)
+        self._entries = manifest.by_name()
+        self._files = {file: _opened(directory / file, nbytes) for file, nbytes in self._sizes.items() if nbytes}
+
+    def take_over(self, before: StoredVersion) -> None:
+        """Serve the files too that only an earlier manifest of the same state knew: a payload that a fold has replaced."""
+        if before.manifest.root_digest == self.manifest.root_digest:
+            self._sizes = {**before._sizes, **self._sizes}
+            self._files = {**before._files, **self._files}
+
+    @property
+    def encoded(self) -> bytes:
+        """The manifest as it is sent: sealed."""
+        return self._encoded
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The files that the version is made of, and their sizes."""
+        return self._sizes
+
+    def views(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[memoryview]:
+        """The bytes of a range, read into fresh memory. Raises `PartCorrupt` if the file has another size than published."""
+        return [block.read() for block in self.sendable(file, start, stop, deadline=deadline)]
+
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[FileRange]:  # noqa: ARG002 - all is here
+        """The range of the file. Raises `PartCorrupt` if the file has another size than published."""
+        nbytes = self._sizes.get(file)
+        if nbytes is None:
+            raise NotFound(f"version {self.manifest.version} has no file {file!r}: it has {', '.join(self._sizes)}.")
+        if not 0 <= start <= stop <= nbytes:
+            raise InvalidInput(f"{file} of version {self.manifest.version} has {nbytes} bytes: not {start} to {stop}.")
+        return [FileRange(_checked(self._files[file].opened(), nbytes), start, stop)] if start < stop else []
+
+    def tensor(self, name: str) -> tuple[Box, Array]:
+        """A tensor of a full version, read into fresh memory."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFound(f"version {self.manifest.version} has no tensor {name!r}.")
+        if self.manifest.kind != "full":
+            raise NotFound(f"version {self.manifest.version} is a delta: its tensors do not lie here.")
+        box = Box.whole(entry.shape)
+        if entry.nbytes == 0:
+            return box, empty(entry.spec)
+        file = self.manifest.parts[entry.part].file
+        (view,) = self.views(file, entry.offset, entry.offset + entry.nbytes, deadline=Deadline.after(0))
+        return box, from_bytes(view, entry.spec)
+
+
+def _opened(path: Path, nbytes: int) -> PooledFile:
+    file = PooledFile(path)
+    _checked(file.opened(), nbytes)
+    return file
+
+
+def _checked(file: ByteFile, nbytes: int) -> ByteFile:
+    found = file.size_now
+    if found != nbytes:
+        raise PartCorrupt(file.path, f"it has {found} bytes now, not {nbytes} as published")
+    return file
+
+
 @dataclass
 class _Kept:
-    """A mapped version, how many read it now, and when it was last let go of."""
+    """An opened version, how many read it now, and when it was last let go of."""
 
     stamp: Stamp
-    version: MappedVersion
+    version: StoredVersion
     readers: int = 0
     used_s: float = field(default_factory=time.monotonic)
 
@@ -55,8 +140,9 @@ class _Kept:
 class StoredShelf:
     """Serves what is published in a store, by whichever process. Opening it reads nothing; the store may come later.
 
-    Versions that were asked for stay mapped: for `keep_s` after they were last read, but only for `linger_s` once they have
-    left the store, so that a receiver in the middle of one can go on with its next range. `poll_s` is how often the store
+    Versions that were asked for stay open: for `keep_s` after they were last read, but only for `linger_s` once they have
+    left the store, so that a receiver in the middle of one can go on with its next range. Of unread versions only
+    the last `KEPT_VERSIONS` stay open, and `KEPT_GONE` of those that have left the store. `poll_s` is how often the store
     is looked at while somebody waits for a new version; one thread does that for all.
     """
 
@@ -67,7 +153,7 @@ class StoredShelf:
         self._catalog = Catalog(self.path)
         self._poll_s, self._keep_s, self._linger_s = poll_s, keep_s, linger_s
         self._changed = threading.Condition()
-        self._opening = threading.Lock()  # one version is mapped at a time, so that none is mapped twice
+        self._opening = threading.Lock()  # one version is opened at a time, so that none is opened twice
         self._kept: dict[str, _Kept] = {}
         self._offers: dict[str, tuple[Stamp, Offer]] = {}
         self._newest: Newest | None = None
@@ -150,7 +236,7 @@ class StoredShelf:
     # -- versions -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def holding(self, version: str) -> Iterator[MappedVersion]:
+    def holding(self, version: str) -> Iterator[StoredVersion]:
         """A version, kept for as long as the context lasts. Raises `VersionNotFound`, or `PartCorrupt` if it is damaged."""
         kept = self._take(check_version_id(version))
         try:
@@ -164,11 +250,11 @@ class StoredShelf:
         kept = self._taken(version)
         if kept is None:
             with self._opening:
-                kept = self._taken(version) or self._mapped(version)
+                kept = self._taken(version) or self._open(version)
         return kept
 
     def _taken(self, version: str) -> _Kept | None:
-        """The version if it is mapped as it is now, or if it has left the store and is still read by who began with it."""
+        """The version if it is open as it is now, or if it has left the store and is still read by who began with it."""
         stamp = _stamp(layout.manifest_path(self.path, version))
         with self._changed:
             if self._closed:
@@ -179,8 +265,8 @@ class StoredShelf:
             kept.readers += 1
             return kept
 
-    def _mapped(self, version: str) -> _Kept:
-        kept = self._map(version)
+    def _open(self, version: str) -> _Kept:
+        kept = self._read(version)
         with self._changed:
             before = self._kept.get(version)
             if before is not None and (before.readers or time.monotonic() - before.used_s < self._linger_s):
@@ -188,10 +274,24 @@ class StoredShelf:
             kept.readers += 1
             if not self._closed:
                 self._kept[version] = kept
+                self._limit()
                 self._keep()
         return kept
 
-    def _map(self, version: str) -> _Kept:
+    def _limit(self) -> None:
+        """Forget those that were unread for the longest time, if there are too many. The caller holds the condition."""
+        if len(self._kept) <= min(KEPT_VERSIONS, KEPT_GONE):
+            return
+        unread: dict[bool, list[str]] = {True: [], False: []}
+        for version, one in sorted(self._kept.items(), key=lambda item: item[1].used_s):
+            if not one.readers:
+                unread[_stamp(layout.manifest_path(self.path, version)) == one.stamp].append(version)
+        for is_there, most in ((True, KEPT_VERSIONS), (False, KEPT_GONE)):
+            for version in unread[is_there][: max(0, len(unread[is_there]) - most)]:
+                del self._kept[version]
+                log.debug("version let go", version=version, store=self.path)
+
+    def _read(self, version: str) -> _Kept:
         path = layout.manifest_path(self.path, version)
         while True:
             stamp = _stamp(path)
@@ -201,7 +301,7 @@ class StoredShelf:
                 if manifest.version != version:
                     raise ManifestCorrupt(path, f"it describes version {manifest.version}")
                 if stamp is not None:
-                    return _Kept(stamp, MappedVersion(path.parent, manifest, data))
+                    return _Kept(stamp, StoredVersion(path.parent, manifest, data))
             except FileNotFoundError:
                 raise VersionNotFound(version, self.path, self._catalog.present()) from None
             except PartCorrupt:
@@ -232,7 +332,7 @@ class StoredShelf:
                 turn_s = time.monotonic()
 
     def _let_go(self) -> None:
-        """Forget mappings that nobody needs any more."""
+        """Close versions that no request reads."""
         with self._changed:
             kept = list(self._kept.items())
         for version, one in kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, WeightcastError
+from weightcast.store import layout
 from weightcast.store.files import read_small, replace_synced
 from weightcast.store.lock import exclusive
 from weightcast.wire.depot import Ack, Acknowledged
@@ -20,10 +22,12 @@ from weightcast.wire.seal import seal, unseal
 
 log = logs.get(__name__)
 
-FILE_NAME = "receivers.json"
 TTL_S = 3600.0
 MAX_RECEIVERS = 4096
 REFRESH_S = 30.0
+MAX_RECEIVERS_PER_CLIENT = 256  # with one address
+MAX_PINNED, MAX_PINNED_PER_CLIENT = 64, 16  # versions that acknowledgements keep
+PINNED_S = 6 * 3600.0  # no acknowledgement keeps a version for longer after it was published
 
 _FORMAT = 1
 _LOCK_NAME = ".receivers.lock"
@@ -35,7 +39,7 @@ _MAX_NAME = 256
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Where a receiver is: at `version` since `since_s`, and last heard of at `heard_s`, both seconds since the epoch.
 
-    An empty version: it has left.
+    An empty version: it has left. `client` is the address that it was heard from.
     """
 
     receiver: str
@@ -43,6 +47,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     root_digest: str
     since_s: float
     heard_s: float
+    client: str = ""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,10 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Acks:
-    """Remembers receivers for `ttl_s` after they were last heard of, and no more than `most` of them. Any thread may call.
+    """Remembers receivers for `ttl_s` after they were last heard of. Any thread may call.
+
+    There are no more than `most` of them, and no more than `MAX_RECEIVERS_PER_CLIENT` of one client: those heard of last.
+    What they keep from `gc` is bounded too: see `protected`.
 
     With a store they are kept in a file there, which several depots of one store share: a depot that starts again knows
     them, and so does a `gc` of another process. What a receiver only repeats is written once in `refresh_s`.
@@ -69,8 +77,11 @@ class Acks:
         with self._lock:
             self._merge()
 
-    def note(self, ack: Ack) -> None:
-        """A receiver serves a version now; an empty version: none any more. Raises `InvalidInput` for what cannot be."""
+    def note(self, ack: Ack, client: str = "") -> None:
+        """A receiver serves a version now; an empty version: none any more. Raises `InvalidInput` for what cannot be.
+
+        `client` is the address that the acknowledgement came from.
+        """
         _check(ack)
         with self._lock:
             before = self._standings.get(ack.receiver)
@@ -83,6 +94,7 @@ class Acks:
                 root_digest=ack.root_digest,
                 since_s=before.since_s if before is not None and repeats else now,
                 heard_s=now,
+                client=client,
             )
             self._forget(now)
             if not repeats or time.monotonic() - self._written_s >= self._refresh_s:
@@ -106,15 +118,43 @@ class Acks:
         ]
 
     def protected(self) -> set[str]:
-        """The versions that receivers are at."""
-        return {one.version for one in self.standings()}
+        """The versions of the store that receivers are at, and that were published in the last `PINNED_S` seconds.
+
+        At most `MAX_PINNED`, and at most `MAX_PINNED_PER_CLIENT` that the receivers of one client are at: those of the
+        receivers that were heard of last.
+        """
+        versions: set[str] = set()
+        of_client: defaultdict[str, set[str]] = defaultdict(set)
+        for one in self.standings():
+            known = of_client[one.client]
+            if one.version in known or len(known) >= MAX_PINNED_PER_CLIENT or not self._is_recent(one.version):
+                continue
+            known.add(one.version)
+            versions.add(one.version)
+            if len(versions) == MAX_PINNED:
+                break
+        return versions
+
+    def _is_recent(self, version: str) -> bool:
+        if self._store is None:
+            return True
+        try:
+            return time.time() - layout.manifest_path(self._store, version).stat().st_mtime < PINNED_S
+        except OSError:  # it is not there, or not any more
+            return False
 
     def _forget(self, now: float) -> None:
-        if len(self._standings) > self._most:
-            latest = sorted(self._standings.values(), key=lambda one: one.heard_s)[-self._most :]
-            self._standings = {one.receiver: one for one in latest}
         for one in [one for one in self._standings.values() if now - one.heard_s >= self._ttl_s]:
             del self._standings[one.receiver]
+        if len(self._standings) <= min(self._most, MAX_RECEIVERS_PER_CLIENT):
+            return
+        kept: dict[str, Standing] = {}
+        of_client: Counter[str] = Counter()
+        for one in sorted(self._standings.values(), key=lambda one: -one.heard_s):
+            of_client[one.client] += 1
+            if len(kept) < self._most and of_client[one.client] <= MAX_RECEIVERS_PER_CLIENT:
+                kept[one.receiver] = one
+        self._standings = kept
 
     def _merge(self) -> None:
         """Take in what other processes wrote; of two words of a receiver the later one counts."""
@@ -127,7 +167,7 @@ class Acks:
         self._forget(now)
 
     def _read(self, store: Path) -> tuple[Standing, ...]:
-        path = store / FILE_NAME
+        path = store / layout.RECEIVERS
         try:
             return unseal(read_small(path, _MAX_NBYTES), path, _File, newest=_FORMAT).receivers
         except FileNotFoundError:
@@ -155,19 +195,15 @@ class Acks:
 
     def _replace(self, store: Path) -> str:
         """Why it failed; empty if it did not. That is no error of the receiver that told."""
-        problem = ""
-        for _ in range(2):  # a `gc` may take the unfinished file for one that was left behind
-            try:
-                with exclusive(store / _LOCK_NAME, Deadline.after(_LOCK_S)):
-                    with self._lock:
-                        self._merge()
-                        known = tuple(self._standings.values())
-                    replace_synced(store / FILE_NAME, seal(_File(receivers=known)))
-            except WeightcastError as error:
-                problem = str(error)
-            else:
-                return ""
-        return problem
+        try:
+            with exclusive(store / _LOCK_NAME, Deadline.after(_LOCK_S)):
+                with self._lock:
+                    self._merge()
+                    known = tuple(self._standings.values())
+                replace_synced(store / layout.RECEIVERS, seal(_File(receivers=known)))
+        except WeightcastError as error:
+            return str(error)
+        return ""
 
     def _complain(self, trouble: str) -> None:
         if trouble != self._trouble:

@@ -72,10 +72,10 @@ class Checkpoint:
     def _check_index(self) -> None:
         path = self.directory / INDEX
         try:
-            listed = json.loads(read_small(path, 1 << 30))["weight_map"].keys()
+            listed = json.loads(read_small(path, _FILE_LIMIT_NBYTES))["weight_map"].keys()
         except FileNotFoundError:
             return
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PartCorrupt(path, f"it is not an index of a checkpoint: {type(error).__name__}: {error}") from error
         missing, unlisted = sorted(listed - self.specs.keys()), sorted(self.specs.keys() - listed)
         if missing or unlisted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,14 +27,23 @@ def refusals(operation: str, path: Path) -> Iterator[None]:
 
 
 class FileWriter:
-    """A new file, written front to back; `sync` makes it survive a power cut. Refuses to overwrite unless told."""
+    """A new file, written front to back; `sync` makes it survive a power cut.
+
+    A file of that name is refused, or removed first (`overwrite`). A link is never followed.
+    """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
         self.position = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if overwrite else os.O_EXCL)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with refusals("create", path):
-            self._fd = os.open(path, flags, 0o644)
+            try:
+                self._fd = os.open(path, flags, 0o644)
+            except FileExistsError:
+                if not overwrite:
+                    raise
+                path.unlink(missing_ok=True)
+                self._fd = os.open(path, flags, 0o644)
 
     def write(self, data: Buffer) -> None:
         """Append all of `data`."""
@@ -102,9 +112,14 @@ def write_synced(path: Path, data: bytes) -> None:
         file.sync()
 
 
+def aside_path(path: Path) -> Path:
+    """Where the new contents of a file are written before they replace the old ones."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def replace_synced(path: Path, data: bytes) -> None:
     """Give `path` new contents in one step: readers see the old or the new bytes, also after a power cut."""
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = aside_path(path)
     try:
         with FileWriter(aside, overwrite=True) as file:
             file.write(data)
@@ -155,9 +170,15 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_dir(path: Path) -> int:
-    """Remove a flat directory of files and return the bytes freed. Files go in the order of their names."""
+    """Remove a flat directory of files and return the bytes freed. Files go in the order of their names.
+
+    Of a link to a directory only the link is removed.
+    """
     freed = 0
     with refusals("remove", path):
+        if path.is_symlink():
+            path.unlink()
+            return 0
         for file in sorted(path.iterdir()):
             freed += file.lstat().st_size
             file.unlink()
@@ -166,14 +187,20 @@ def remove_dir(path: Path) -> int:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The contents of a small file. Missing files raise FileNotFoundError, larger ones `StorageFailed`."""
+    """The contents of a small regular file. Missing files raise FileNotFoundError, all others `StorageFailed`."""
     try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not keep the reader waiting
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageFailed("read", path, OSError(errno.EINVAL, "it is not a regular file"))
+            if status.st_size > limit:
+                raise StorageFailed("read", path, OSError(errno.EFBIG, f"it is larger than {limit} bytes"))
+            data = file.read(status.st_size + 1) or b""
     except FileNotFoundError:
         raise
     except OSError as error:
         raise StorageFailed("read", path, error) from error
-    if len(data) > limit:
-        raise StorageFailed("read", path, OSError(errno.EFBIG, f"it is larger than {limit} bytes"))
+    if len(data) != status.st_size:
+        raise StorageFailed("read", path, OSError(errno.EIO, "it changed while it was read"))
     return data

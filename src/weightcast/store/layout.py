@@ -7,6 +7,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
+RECEIVERS = "receivers.json"
 
 _PAYLOAD = re.compile(r"delta-(\d{5,})\.bin")
 

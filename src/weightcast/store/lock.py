@@ -24,7 +24,7 @@ _POLL_S = 0.02
 def exclusive(path: Path, deadline: Deadline) -> Iterator[None]:
     """Hold the lock file at `path`. The kernel releases it when the holder ends, however it ends."""
     with refusals("lock", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         _acquire(fd, path, deadline)
         yield

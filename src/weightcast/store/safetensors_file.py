@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from weightcast.errors import PartCorrupt, UnsupportedTensor
-from weightcast.store.byte_file import ByteFile
+from weightcast.store.byte_file import PooledFile
 from weightcast.store.files import FileWriter
 from weightcast.tensors.digest import Algorithm, Hasher, bytes_digest
 from weightcast.tensors.dtypes import DType
@@ -42,7 +42,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = ByteFile(path)
+        self._file = PooledFile(path)
         try:
             self.nbytes = self._file.nbytes
             self.header = self._read_header()
@@ -111,12 +111,12 @@ class SafetensorsWriter:
     Metadata is part of the header and may be given when the file is finished.
     """
 
-    def __init__(self, path: Path, *, header_room: int = HEADER_ROOM, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, *, header_room: int = HEADER_ROOM) -> None:
         self.path = path
         self.header_nbytes = header_room
         self.places: list[Place] = []
         self._header_left = header_room - 8 - 4096  # the last page is for the metadata
-        self._file = FileWriter(path, overwrite=overwrite)
+        self._file = FileWriter(path)
         try:
             self._file.write(bytes(header_room))
         except BaseException:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from weightcast import logs
 from weightcast.errors import VersionFileInvalid, VersionNotSet
 from weightcast.store.files import put_back, read_small, remove_file, replace_synced
+from weightcast.wire.decoding import is_count
 
 log = logs.get(__name__)
 
 YAML_NAME = "version.yaml"
 TXT_NAME = "version.txt"
-_LIMIT_NBYTES = 65_536
+_LIMIT_NBYTES = 4096
+_MAX_VERSION = 128
+_MAX_BRACKETS = 16
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,9 @@ def migrate_version_file(directory: Path) -> VersionFile | None:
 
 
 def step_of(version: str, default: int = 0) -> int:
-    """The number at the end of a version id (`step_100` is step 100), or `default` if there is none."""
+    """The number at the end of a version id (`step_100` is step 100), or `default` if there is none of a usable size."""
     digits = version[len(version.rstrip("0123456789")) :]
-    return int(digits) if digits else default
+    return int(digits) if is_count(digits) else default
 
 
 def _read_text(path: Path) -> str | None:
@@ -105,9 +109,10 @@ def _read_txt(path: Path) -> VersionFile | None:
     if text is None:
         return None
     version = text.strip()
-    if not version:
-        raise VersionFileInvalid(f"{path} is empty: write the version id into it, or remove it.")
-    return VersionFile(version=version, step=int(version) if version.isascii() and version.isdigit() else None, path=path)
+    if not version or len(version) > _MAX_VERSION:
+        problem = f"has {len(version)} characters" if version else "is empty"
+        raise VersionFileInvalid(f"{path} {problem}: write the version id into it, or remove it.")
+    return VersionFile(version=version, step=_number(version), path=path)
 
 
 def _read_yaml(path: Path) -> VersionFile | None:
@@ -115,15 +120,54 @@ def _read_yaml(path: Path) -> VersionFile | None:
     if text is None:
         return None
     try:
-        fields = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise VersionFileInvalid(f"{path} is not YAML: {error}.") from error
-    if not isinstance(fields, dict):
-        raise VersionFileInvalid(f"{path} must be a mapping with the keys step and version, not {type(fields).__name__}.")
+        fields = _flat_mapping(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise VersionFileInvalid(f"{path} is not a mapping with the keys step and version: {error}.") from error
     step, version = fields.get("step"), fields.get("version")
-    if isinstance(step, bool) or not isinstance(step, int | str | None) or not isinstance(version, int | str | None):
-        raise VersionFileInvalid(f"{path}: step must be a number and version a text, not {step!r} and {version!r}.")
     if step is None and version is None:
         raise VersionFileInvalid(f"{path} has neither of the keys step and version.")
-    number = int(step) if step is not None and str(step).isascii() and str(step).isdigit() else None
-    return VersionFile(version=str(step if version is None else version), step=number, path=path)
+    return VersionFile(version=str(step if version is None else version), step=_number(step or ""), path=path)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if is_count(text) else None
+
+
+def _flat_mapping(text: str) -> dict[str, str | None]:
+    """The keys and values of a YAML mapping of texts and numbers. Raises `ValueError` for anything else.
+
+    Only the events of the parser are looked at. So nothing is nested, no alias multiplies anything, and no number is
+    converted before its length is known. The parser takes seconds for some thousand brackets: those are refused before.
+    """
+    if text.count("[") + text.count("{") > _MAX_BRACKETS:
+        raise ValueError("it is nested")
+    loader: Any = yaml.SafeLoader(text)
+    try:
+        events = []
+        while loader.check_event():
+            events.append(loader.get_event())
+        _, start, mapping, *inner, _, stop, _ = events
+        kinds = (yaml.DocumentStartEvent, yaml.MappingStartEvent, yaml.DocumentEndEvent)
+        if not all(map(isinstance, (start, mapping, stop), kinds)) or not all(map(_is_plain, inner)) or len(inner) % 2:
+            raise ValueError("it is nested, or not one mapping")
+        keys = [event.value for event in inner[::2]]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key stands there twice")
+        wanted = {key: event for key, event in zip(keys, inner[1::2], strict=True) if key in ("step", "version")}
+        return {key: _value(key, event, loader) for key, event in wanted.items()}
+    finally:
+        loader.dispose()
+
+
+def _is_plain(event: yaml.Event) -> bool:
+    return isinstance(event, yaml.ScalarEvent) and event.anchor is None and event.tag is None
+
+
+def _value(key: str, event: yaml.ScalarEvent, loader: Any) -> str | None:
+    """A number as digits, a text, or None."""
+    kind = loader.resolve(yaml.ScalarNode, event.value, event.implicit).rpartition(":")[2]
+    if kind == "null":
+        return None
+    if kind not in ("int", "str") or (kind == "int" and _number(event.value) is None) or len(event.value) > _MAX_VERSION:
+        raise ValueError(f"{key} must be a number or a text of up to {_MAX_VERSION} characters, not {event.value[:40]!r}")
+    return str(event.value)

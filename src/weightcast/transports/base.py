@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State
@@ -12,6 +12,14 @@ from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Array, Bytes, Pieces
 from weightcast.wire.depot import BoxOf
 from weightcast.wire.manifest import Manifest
+
+DeltaUse = Literal["never", "auto", "always"]
+
+
+def delta_use(receiver: object) -> DeltaUse:
+    """Whether updates build on what a model holds: the option `deltas` of the source. `auto` where it was not given."""
+    chosen: DeltaUse = getattr(receiver, "deltas", "auto")
+    return chosen
 
 
 @runtime_checkable
@@ -155,7 +163,7 @@ class BoxReceiver(Receiver, Protocol):
 
 @runtime_checkable
 class CatchUpReceiver(Receiver, Protocol):
-    """A receiver whose source can work out a delta between two versions that it holds."""
+    """A receiver whose source can fold the deltas that lead from one version to another."""
 
     def shortcut(self, manifest: Manifest, held: Manifest, *, sliced: bool, deadline: Deadline) -> Manifest | None:
         """The same version as one delta on what is held, to be received like any other; None if there is no such delta or

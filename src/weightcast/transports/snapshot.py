@@ -10,7 +10,7 @@ from weightcast.store.snapshot import DEFAULT_SHARED_DIR, Snapshot, locate, open
 from weightcast.store.version_file import read_version_file, step_of
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
 from weightcast.transports.prefetch import prefetched, ring
-from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
+from weightcast.wire.manifest import RANK, RANKS, Manifest, TensorEntry, compute_root
 
 
 class SnapshotReceiver:
@@ -39,10 +39,13 @@ class SnapshotReceiver:
         return self._snapshot().version or read_version_file(self._dir).version
 
     def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
-        """The snapshot as a version. The version is the recorded one; files that record none take the one asked for."""
+        """The snapshot as a version: the one that the files record. Files that record none take the one asked for.
+
+        Rank and number of ranks are in the metadata if the files record them.
+        """
         deadline.check(f"reading the headers of {self.url}")
         snapshot = self._snapshot()
-        recorded = snapshot.version or version
+        recorded, numbers = snapshot.version or version, ((RANK, snapshot.rank), (RANKS, snapshot.ranks))
         tensors = tuple(
             TensorEntry(
                 name=name,
@@ -65,6 +68,7 @@ class SnapshotReceiver:
             root_digest=compute_root(tensors, snapshot.algorithm),
             parts=(),
             tensors=tensors,
+            metadata={key: str(number) for key, number in numbers if number is not None},
         )
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -23,7 +23,13 @@ from weightcast.wire.seal import seal, unseal
 
 FORMAT = 1
 MAX_MANIFEST_NBYTES = 1 << 30
+_MAX_CREATED_S = 1 << 36  # the year 4147
 
+# Keys of `metadata` in which a source says what it recorded beside the version: the rank whose file it is and the number of
+# ranks (snapshots), and the root digest, where the tensors have no digests of their own (legacy shared memory).
+RANK, RANKS, ROOT = "weightcast.rank", "weightcast.ranks", "weightcast.root"
+
+_DIGITS = 10  # of a number in metadata
 _VERSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
 
@@ -111,6 +117,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     payload: FileEntry | None = None
     boxes: dict[str, tuple[BoxEntry, ...]] = {}
 
+    def recorded(self, key: str) -> int | None:
+        """A number that a source recorded in the metadata; None if there is none."""
+        return recorded_number(self.metadata, key)
+
     @property
     def sealed(self) -> bool:
         """Whether all is known of it. A live stream is not sealed before its end: its digests come with its bytes."""
@@ -135,6 +145,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Every name of the version with the entry that holds its bytes; tied names lead to the same entry."""
         entries = {entry.name: entry for entry in self.tensors}
         return entries | {name: entries[holder] for name, holder in self.tied.items()}
+
+
+def recorded_number(metadata: Mapping[str, str], key: str) -> int | None:
+    """A number in the metadata of a file or version; None if there is none."""
+    text = metadata.get(key, "")
+    return int(text) if text.isdecimal() and len(text) < _DIGITS else None
 
 
 def check_version_id(version: str) -> str:
@@ -192,11 +208,18 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         yield "it is its own base"
     if manifest.base is not None and not _VERSION_ID.fullmatch(manifest.base.version):
         yield f"base {manifest.base.version!r} is not a version id"
+    if not 0 <= manifest.created_s < _MAX_CREATED_S:
+        yield f"it was made {manifest.created_s} s after 1970"
     payload = [manifest.payload] if manifest.payload is not None else []
     yield from (
-        f"payload {file.file!r} has {file.nbytes} bytes and digest {file.digest!r}"
-        for file in payload
+        f"file {file.file[:200]!r} has {file.nbytes} bytes and digest {file.digest[:80]!r}"
+        for file in (*manifest.files, *payload)
         if file.nbytes < 0 or not _is_digest(file.digest, manifest.algorithm)
+    )
+    yield from (
+        f"part {part.file[:200]!r} has {part.nbytes} bytes, {part.header_nbytes} of them a header"
+        for part in manifest.parts
+        if not 0 < part.header_nbytes <= part.nbytes
     )
     files = [part.file for part in manifest.parts] + [file.file for file in (*manifest.files, *payload)]
     yield from repeats("file", files)

@@ -44,7 +44,7 @@ def read_token(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(_MAX_TOKEN_NBYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"the token for depots cannot be read from {path}: {error}.") from error
+        raise InvalidInput(f"the token cannot be read from {path}: {error}.") from error
 
 
 def _believing(ca_file: Path) -> ssl.SSLContext:

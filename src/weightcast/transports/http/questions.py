@@ -24,7 +24,7 @@ from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Bytes
 from weightcast.transports.http.client import STALL_S, WORK_S, DepotClient, Response, version_path
 from weightcast.transports.http.shared_out import shared_out
-from weightcast.wire.decoding import decode
+from weightcast.wire.decoding import decode, is_count
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery, HeldDigests, HeldQuery
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest, is_digest
 
@@ -68,10 +68,10 @@ def _fetch_batch(
     path = version_path(manifest.version, "boxes")
     with client.stream("POST", path, query, deadline=deadline, patience_s=_until_sent(manifest, query)) as response:
         tail = response.headers.get(DIGESTS_HEADER.lower(), "")
-        if not tail.isdecimal() or response.left != nbytes + int(tail):
+        if not is_count(tail) or response.left != nbytes + int(tail):
             raise SourceFailed(
                 f"{client.url} was asked for {nbytes} bytes of boxes of {manifest.version} and sends {response.left}, "
-                f"of which {tail or 'no'} are digests."
+                f"of which {tail[:40] or 'no'} are digests."
             )
         _fill(response, memories)
         digests = _digests(client, response.read())
@@ -136,17 +136,17 @@ def ask_shortcut(
 ) -> Manifest | None:
     """A version as one delta on what is held; None if no depot has one, or if it is not cheaper than what there is already.
 
-    `sliced`: it must be decodable without its base, so any delta is better than none; else it must have no more bytes than
-    the deltas that lead there, or than the full version. `limit` is the most bytes that it may have, if that is less.
-    A depot that cannot be asked is one that has none, as there are other ways; one that answers with another delta has
-    failed, and if no other has the right one `SourceFailed` says so.
+    `sliced`: it must be decodable without its base, and have fewer bytes than the full version; else it must have no more
+    bytes than the deltas that lead there. `limit` is the most bytes that it may have, if that is less. A depot that cannot
+    be asked is one that has none, as there are other ways; one that answers with another delta has failed, and if no other
+    has the right one `SourceFailed` says so.
     """
-    if not held.root_digest or held.version == manifest.version or not manifest.sealed:
+    if not held.root_digest or manifest.base is None or held.version == manifest.version or not manifest.sealed:
         return None
-    if not sliced and manifest.base is not None and manifest.base.root_digest == held.root_digest:
+    if not sliced and manifest.base.root_digest == held.root_digest:
         return None
-    query = {"from": held.root_digest, "packing": "gaps" if sliced else "classes"}
-    if limit is not None or sliced or manifest.base is None:  # else the depot compares with the deltas that it has
+    query = {"from": held.root_digest} | ({"packing": "gaps"} if sliced else {})
+    if limit is not None or sliced:  # else the depot compares with the deltas that it has
         query["limit"] = str(min(manifest.nbytes, manifest.nbytes if limit is None else limit))
     path = f"{version_path(manifest.version, 'delta')}?{urlencode(query)}"
     wrong: SourceFailed | None = None

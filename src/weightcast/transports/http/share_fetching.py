@@ -21,7 +21,7 @@ from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, Hasher, bytes_digest
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.transports.http.client import DepotClient, Response, version_path
-from weightcast.wire.decoding import decode
+from weightcast.wire.decoding import decode, is_count
 from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery
 from weightcast.wire.manifest import Manifest, TensorEntry
 
@@ -228,10 +228,10 @@ class Fetching:
             deadline=self._watch, patience_s=self._stall_s,
         ) as response:  # fmt: skip
             tail = response.headers.get(DIGESTS_HEADER.lower(), "")
-            if not tail.isdecimal() or response.nbytes != batch.nbytes + int(tail):
+            if not is_count(tail) or response.nbytes != batch.nbytes + int(tail):
                 raise SourceFailed(
                     f"{publisher} was asked for {batch.nbytes} bytes of boxes and answers with {response.nbytes}, "
-                    f"{tail or 'none'} of them digests."
+                    f"{tail[:40] or 'none'} of them digests."
                 )
             self._count(response.nbytes)
             found = [self._receive(response, fetch, bounce) for fetch in batch.fetches]

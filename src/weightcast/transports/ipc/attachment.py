@@ -281,10 +281,15 @@ def _called(place: Place) -> Lifeline | None:
         return None
     except OSError as error:
         raise SourceFailed(f"the publisher at {place.path} cannot be reached: {error}.") from error
-    if place.stamp() is None:
+    try:
+        place.check_user(lifeline.peer_uid)  # the owner of the directory need not be who listens in it
+        begun = place.stamp() is not None
+    except BaseException:
         lifeline.close()
-        return None
-    return lifeline
+        raise
+    if not begun:
+        lifeline.close()
+    return lifeline if begun else None
 
 
 def _watch(lifeline: int, stop: int, mapped: Mapped, place: Place, stamp: tuple[int, int] | None) -> None:

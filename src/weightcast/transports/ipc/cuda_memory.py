@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from weightcast.errors import InvalidInput, SourceFailed, StorageFailed, WrongState
-from weightcast.tensors.bridges import framework_of, host_array, spec_of
+from weightcast.tensors.bridges import framework_of, host_array, is_distributed, spec_of
 from weightcast.tensors.flat import Bytes, byte_blocks
 from weightcast.transports.ipc.cuda_driver import IPC_HANDLE_NBYTES, CudaDriver
 from weightcast.transports.ipc.device import Block, Descriptor, Handle, Kind, Memory
@@ -135,7 +135,8 @@ class CudaDevice:
 
     def blocks(self, name: str, tensor: object) -> Iterator[Block]:
         """Slices of a CUDA tensor of torch where it is; other tensors as the host sees them."""
-        on_gpu = framework_of(tensor) == "torch" and cast("Any", tensor).device.type == "cuda"
+        plain = framework_of(tensor) == "torch" and not is_distributed(tensor)
+        on_gpu = plain and cast("Any", tensor).device.type == "cuda"
         return self._device_blocks(name, tensor) if on_gpu else self._host_blocks(name, tensor)
 
     def _device_blocks(self, name: str, tensor: Any) -> Iterator[Block]:

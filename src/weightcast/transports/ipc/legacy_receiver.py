@@ -17,7 +17,7 @@ from weightcast.transports.ipc.devices import device_called, device_for
 from weightcast.transports.ipc.legacy import LegacyHandle, LegacyTensor, legacy_path, read_legacy
 from weightcast.transports.ipc.messages import Cancel, Done, End, Layout, Open
 from weightcast.transports.ipc.place import Place
-from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.wire.manifest import ROOT, Manifest, TensorEntry
 
 Listed = dict[str, LegacyTensor]
 
@@ -43,10 +43,13 @@ class LegacyIpcReceiver:
         return _source(read_legacy(self._path)).version or read_version_file(self._dir).version
 
     def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
-        """What the file lists, as a version. It is the one that the file names; a file that names none takes this one."""
+        """The tensors that the file lists, as the version that it names; a file that names none takes the one asked for.
+
+        The root digest is in the metadata if the file records it.
+        """
         deadline.check(f"reading {self._path}")
         listed = read_legacy(self._path)
-        recorded = _source(listed).version or version
+        recorded, root = _source(listed).version or version, _source(listed).root_digest
         self._listed = recorded, listed
         self._close_all_but({one.source.handle.data for one in listed.values()})
         tensors = tuple(
@@ -65,6 +68,7 @@ class LegacyIpcReceiver:
             root_digest="",
             parts=(),
             tensors=tensors,
+            metadata={ROOT: root} if root else {},
         )
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:

@@ -80,8 +80,7 @@ class Listener:
             sleep(_BREATH_S)
             return None
         connection.setblocking(False)
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if user not in (os.getuid(), 0):
+        if _peer_uid(connection) not in (os.geteuid(), 0):
             connection.close()
             return None
         return Line(connection)
@@ -134,6 +133,12 @@ class Line:
         self._socket.close()
 
 
+def _peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
 def wanted_memory(packet: bytes) -> int | None:
     """The id of the memory that a receiver asks for; None if the packet is none of ours."""
     return _ID.unpack(packet)[0] if len(packet) == _ID.size else None
@@ -154,6 +159,11 @@ class Lifeline:
         except BaseException:
             self._socket.close()
             raise
+
+    @property
+    def peer_uid(self) -> int:
+        """The user of the publisher, as the kernel knows it."""
+        return _peer_uid(self._socket)
 
     def take_up(self, secret: bytes, *, deadline: Deadline) -> None:
         """Tie it to the connection that was given this secret."""

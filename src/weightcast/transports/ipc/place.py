@@ -28,14 +28,18 @@ _OWNS_ROOT = "owns-root"  # in a place: the directory around it was made by a pu
 
 @dataclass(frozen=True)
 class Place:
-    """`<root>/rank-<n>`: where the publisher of one trainer rank is met."""
+    """`<root>/rank-<n>`: where the publisher of one trainer rank is met.
+
+    The publisher must be a process of this user, or of the user `uid`, if one is named.
+    """
 
     path: Path
+    uid: int | None = None
 
     @classmethod
-    def of_rank(cls, root: Path, rank: int) -> Place:
+    def of_rank(cls, root: Path, rank: int, uid: int | None = None) -> Place:
         """That of a trainer rank."""
-        return cls(root.absolute() / f"rank-{rank}")
+        return cls(root.absolute() / f"rank-{rank}", uid)
 
     @property
     def control(self) -> str:
@@ -64,6 +68,14 @@ class Place:
             return None
         return found.st_ino, found.st_mtime_ns
 
+    def check_user(self, uid: int) -> None:
+        """Raise `SourceFailed` for a user whose weights are not taken here."""
+        if uid not in (os.geteuid(), self.uid):
+            raise SourceFailed(
+                f"{self.path} belongs to user {uid}: only weights of user {os.geteuid()} are taken. To trust user {uid}, "
+                f"say so in the source: ipc://{self.path.parent}?uid={uid}."
+            )
+
     def deserted(self) -> bool:
         """Whether the publisher died, or there is none."""
         with self._try_lock(fcntl.LOCK_SH) as free:
@@ -87,7 +99,7 @@ class Place:
         except OSError as error:
             raise SourceFailed(f"{self.path} cannot be looked into: {error.strerror}.") from error
         try:
-            _check_ours(self.path, os.fstat(lock))
+            self.check_user(os.fstat(lock).st_uid)
             try:
                 fcntl.flock(lock, kind | fcntl.LOCK_NB)
                 free = _same(self.path, lock)  # otherwise it was made anew meanwhile
@@ -211,11 +223,6 @@ def _remove(path: Path) -> None:
             path.parent.rmdir()
         except OSError as error:  # others are still there
             log.debug("directory left", path=path.parent, error=error)
-
-
-def _check_ours(path: Path, found: os.stat_result) -> None:
-    if os.getuid() not in (found.st_uid, 0):
-        raise SourceFailed(f"{path} belongs to user {found.st_uid}: what somebody else publishes is not taken.")
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:

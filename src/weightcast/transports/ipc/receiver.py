@@ -38,11 +38,12 @@ class IpcReceiver:
 
     It connects when it is first asked for something, and again if the publishers were started anew. Between updates their
     memory stays mapped, until this is closed or they die. Memory: none of its own; a stream takes its two buckets.
+    Publishers must be processes of this user, or of the user `uid`.
     """
 
-    def __init__(self, path: Path, *, token: str | None = None) -> None:
+    def __init__(self, path: Path, *, token: str | None = None, uid: int | None = None) -> None:
         self.url = f"ipc://{path.absolute()}"
-        self._path, self._token = path, token
+        self._path, self._token, self._uid = path, token, uid
         self._attached: list[Attachment] = []
         self._epoch = 0
         self._offer: _Offer | None = None  # the version that was asked for last
@@ -110,11 +111,12 @@ class IpcReceiver:
     def _attach(self, deadline: Deadline) -> None:
         self.close()
         with ExitStack() as opened:
-            first = Attachment.connect(Place.of_rank(self._path, 0), token=self._token, deadline=deadline)
+            first = Attachment.connect(Place.of_rank(self._path, 0, self._uid), token=self._token, deadline=deadline)
             opened.callback(first.close)
             attached = [first]
             for rank in range(1, first.ranks):
-                attached.append(Attachment.connect(Place.of_rank(self._path, rank), token=self._token, deadline=deadline))
+                place = Place.of_rank(self._path, rank, self._uid)
+                attached.append(Attachment.connect(place, token=self._token, deadline=deadline))
                 opened.callback(attached[-1].close)
             lifelines = [one.lifeline for one in attached]
             for one in attached:

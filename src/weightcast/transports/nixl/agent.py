@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
+import re
+import socket
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import uuid4
 
 import numpy as np
 
 from weightcast import logs
-from weightcast.errors import SourceFailed, UnsupportedTensor
+from weightcast.errors import InvalidInput, SourceFailed, UnsupportedTensor
 from weightcast.tensors.bridges import host_array
 from weightcast.tensors.flat import Buffer
 from weightcast.transports.nixl.library import load_nixl
@@ -24,7 +31,49 @@ log = logs.get(__name__)
 # and an agent that does nothing takes a third of a core.
 _LOOK_US = 100_000
 
+_DEVICE = re.compile(r"[\w.:-]+", re.ASCII)
+_LOOPBACK = "lo"
+_SIOCGIFCONF, _IFREQ_NBYTES, _MAX_ADDRESSES = 0x8912, 40, 1024
+
 State = Literal["moving", "done", "failed"]
+
+
+def device_at(address: str) -> str:
+    """The network device with an IP address: its RDMA device if it has one. Empty for the address that means all.
+
+    UCX listens on the address of a device, and on those of all devices unless it is given one. Raises `InvalidInput` if no
+    device has the address.
+    """
+    asked = ip_address(address.partition("%")[0])
+    if asked.is_unspecified:
+        return ""
+    if asked.is_loopback:
+        return _LOOPBACK
+    devices = _addresses()
+    if str(asked) not in devices:
+        raise InvalidInput(
+            f"no network device has the address {address}: NIXL cannot listen there. Listen on 0.0.0.0, or leave NIXL off."
+        )
+    device = devices[str(asked)]
+    rdma = sorted(Path(f"/sys/class/net/{device}/device/infiniband").glob("*"))
+    return f"{rdma[0].name}:1" if rdma else device
+
+
+def _addresses() -> dict[str, str]:
+    """The devices of this host by their addresses."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        room = array.array("B", bytes(_MAX_ADDRESSES * _IFREQ_NBYTES))
+        asked = struct.pack("iP", len(room), room.buffer_info()[0])
+        nbytes = struct.unpack("iP", fcntl.ioctl(sock.fileno(), _SIOCGIFCONF, asked))[0]
+    for at in range(0, nbytes, _IFREQ_NBYTES):
+        name = bytes(room[at : at + 16]).partition(b"\0")[0].decode().partition(":")[0]  # eth0:1 is a label of eth0
+        found[socket.inet_ntoa(bytes(room[at + 20 : at + 24]))] = name
+    ipv6 = Path("/proc/net/if_inet6")
+    for line in ipv6.read_text().splitlines() if ipv6.exists() else ():
+        digits, *_, name = line.split()
+        found[str(ip_address(bytes.fromhex(digits)))] = name
+    return found
 
 
 def region_of(name: str, tensor: object) -> Region:
@@ -97,6 +146,8 @@ class Agent:
     """
 
     def __init__(self, *, nic: str = "", polled: bool = False) -> None:
+        if nic and not _DEVICE.fullmatch(nic):
+            raise InvalidInput(f"{nic[:80]!r} is not the name of a network device: give one, mlx5_0 or eth0 say.")
         nixl = load_nixl()
         self.name = f"weightcast-{uuid4().hex}"
         self._lock = threading.Lock()
@@ -107,7 +158,7 @@ class Agent:
         self._failures: tuple[type[Exception], ...] = _failures(nixl)
         try:
             self._nixl: Any = nixl.nixlAgent(self.name, config)
-            self._backend = [self._nixl.createBackend("UCX", {"ucx_devices": nic} if nic else {})]
+            self._backend = [self._nixl.createBackend("UCX", _settings(nic))]
         except self._failures as error:
             where = f" on {nic}" if nic else ""
             raise SourceFailed(f"NIXL cannot be started{where}: {_told(error)}. Look at the UCX_ variables.") from error
@@ -223,6 +274,12 @@ class Agent:
         with self._lock:
             if self._owner == os.getpid():
                 self._nixl = None
+
+
+def _settings(nic: str) -> dict[str, str]:
+    """The settings of NIXL's UCX backend: its device. `UCX_NET_DEVICES` in the environment overrides it."""
+    is_rdma = ":" not in nic and Path(f"/sys/class/infiniband/{nic}").exists()
+    return {"engine_config": f"NET_DEVICES={nic}:1" if is_rdma else f"NET_DEVICES={nic}"} if nic else {}
 
 
 def _by_kind(regions: Sequence[Region]) -> dict[str, Any]:

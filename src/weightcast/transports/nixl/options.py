@@ -36,7 +36,7 @@ def open_nixl(location: SplitResult, options: Mapping[str, str]) -> NixlReceiver
     if not location.netloc or "@" in location.netloc or "," in location.netloc or location.path.strip("/"):
         wrong.append("it must name one depot: nixl://host:port")
     if wrong:
-        known = ", ".join(sorted(KNOWN))
+        known = ", ".join(sorted(KNOWN | {"deltas"}))
         raise InvalidInput(f"this nixl:// source cannot be opened: {'; '.join(sorted(wrong))}. Options: {known}.")
     files = {name: Path(options[name]) for name in ("token_file", "ca_file") if name in options}
     url = f"{'https' if tls == 'true' else 'http'}://{location.netloc}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from weightcast.tensors.flat import Bytes, Piece, Pieces
 from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import DepotClient, version_path
-from weightcast.transports.nixl.agent import Agent, Registration, region_of
+from weightcast.transports.nixl.agent import Agent, Registration, device_at, region_of
 from weightcast.transports.nixl.agents import Agents
 from weightcast.transports.nixl.graveyard import GRAVEYARD
 from weightcast.transports.nixl.plan import Stretch, batches, stretches
@@ -46,7 +48,8 @@ class NixlReceiver:
 
     `url` is the HTTP URL of the depot. `prefetch` reads wait while one is consumed. Memory of `pieces`: `prefetch` + 2
     buckets of `bucket_nbytes`, kept from one call to the next; `landings` needs none. A depot that answers nothing, or from
-    which nothing comes for `stall_s`, has failed. `nic` is the network device to use, by default whichever UCX finds best.
+    which nothing comes for `stall_s`, has failed. `nic` is the network device to use, by default whichever UCX finds best;
+    that of the loopback for a depot there, so that nothing here listens to other hosts.
 
     After an error with reads under way, their memory is kept by `graveyard.GRAVEYARD` until they have ended, and the next
     call begins with an agent and buckets of its own. One thread at a time may receive.
@@ -70,7 +73,7 @@ class NixlReceiver:
         self._client = DepotClient(url, access=access, stall_s=stall_s)
         self.url = "nixl://" + self._client.url.partition("://")[2]
         self._mode, self._prefetch, self._bucket_nbytes, self._stall_s = mode, prefetch, bucket_nbytes, stall_s
-        self._agents = Agents(nic=nic, polled=True)
+        self._agents = Agents(nic=nic or _loopback(self._client.url), polled=True)
         self._peer: tuple[Agent, str, bytes] | None = None  # the depot, as the agent was told of it
         self._ring: tuple[Agent, list[Bytes], Registration] | None = None
         self._session: Session | None = None
@@ -218,6 +221,15 @@ class NixlReceiver:
         self._peer = self._ring = None
         self._agents.close()
         self._client.close()
+
+
+def _loopback(url: str) -> str:
+    """The device of the loopback if the depot is there, else none."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return device_at("127.0.0.1") if host == "localhost" or ip_address(host).is_loopback else ""
+    except ValueError:  # a name
+        return ""
 
 
 def _checked(manifest: Manifest, memories: Mapping[str, Bytes]) -> dict[str, Region]:
