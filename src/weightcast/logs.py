@@ -161,9 +161,15 @@ def ms(seconds: float) -> float:
     return round(seconds * 1000, 1)
 
 
+def summary(text: str) -> str:
+    """The first line of a message, and how many follow: lists belong into answers, and at DEBUG into lines of their own."""
+    first, *more = text.splitlines() or [""]
+    return f"{first} (and {len(more)} more lines)" if more else text
+
+
 def rendered(value: object) -> Value:
-    """What a line says of a value: scalars, paths, errors and short lists of them as they are, anything else as its type
-    and size, `<ndarray 4096>`, never its contents.
+    """What a line says of a value: scalars, paths and short lists of them as they are, errors by their `summary`, anything
+    else as its type and size, `<ndarray 4096>`, never its contents.
     """
     if isinstance(value, list | tuple | set | frozenset) and len(value) <= _LONGEST_LIST:
         return [_scalar(item) for item in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
@@ -178,7 +184,7 @@ def _scalar(value: object) -> Scalar:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, BaseException):
-        return _cut(str(value) or type(value).__name__, _LONGEST)
+        return _cut(summary(str(value)) or type(value).__name__, _LONGEST)
     if isinstance(value, str | PathLike):
         text = fspath(value) if isinstance(value, PathLike) else str(value)
         return _cut(text, _LONGEST) if isinstance(text, str) else _outside(text)

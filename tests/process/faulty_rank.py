@@ -285,6 +285,7 @@ def main() -> None:
     byte_file.os = Reading()
     around(FileReceiver, "pieces", pieces)
     around(live.LiveWeights, "stage", armed_stage)
+    around(part.Part, "fetch", before("fetch"))
     around(part, "cut", cut)
     around(Stager, "stage", staged)
     around(live.LiveWeights, "commit", before("commit"))

@@ -87,7 +87,7 @@ def write_weights(directory: Path, value: float) -> None:
     safetensors.numpy.save_file({"w": np.full(64, value, np.float32)}, directory / "model.safetensors")
 
 
-def write_script(model_dir: Path, **ranks: dict[str, str]) -> None:
+def write_script(model_dir: Path, **ranks: dict[str, Any]) -> None:
     """How the ranks start next time, and what they do with commands from now on: `rank_1={"start": "never"}`."""
     script = {name.removeprefix("rank_"): how for name, how in ranks.items()}
     (model_dir / "script.new").write_text(json.dumps(script))

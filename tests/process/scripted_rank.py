@@ -73,9 +73,9 @@ class Rank:
         self.entered = False
         self.version = ""  # of the weights that it pretends to hold
 
-    def read_script(self) -> dict[str, str]:
+    def read_script(self) -> dict[str, Any]:
         path = Path(self.settings["engine"]["model_dir"]) / "script.json"
-        script: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
+        script: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         return script.get(str(self.rank), {})
 
     def connect(self, identity: bytes) -> zmq.Socket[bytes]:
@@ -190,8 +190,9 @@ class Rank:
         error: tuple[str, str] | None = None
         vote: Any = None
         if isinstance(action, messages.Stage):
-            vote = messages.Vote(nbytes=0, roots=tuple(self.read_script().get("roots", "").split()))
             manifest, scheme, place = json.loads(action.feeds[0].manifest), *action.feeds[0].source.split("://")
+            read = {key: manifest[key] for key in ("version", "root_digest")} | self.read_script().get("read", {})
+            vote = messages.Vote(nbytes=0, reads=(messages.RankRead(**read),) * len(action.feeds))
             self.staged = manifest["version"]
             error = ("wrong_state", "a commit was not ended.") if self.entered else STAGING.get(how)
             if scheme == "checkpoint" and error is None:

@@ -69,9 +69,8 @@ async def test_the_errors_of_all_ranks_are_told_as_one_of_their_kind(model_dir):
         with pytest.raises(Corrupt) as caught:
             await replica.command(ClearCache(), timeout_s=PATIENCE_S)
         assert str(caught.value) == (
-            "command ClearCache failed on 2 of 3 rank(s):"
-            "\n  rank 0: rank 0 does not like ClearCache."
-            "\n  rank 2: rank 2 does not like ClearCache."
+            "command ClearCache failed on 2 of 3 rank(s): rank 0: rank 0 does not like ClearCache."
+            "\nrank 2: rank 2 does not like ClearCache."
         )
         assert replica.status.healthy
 

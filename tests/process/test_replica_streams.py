@@ -36,6 +36,11 @@ SEALED = manifest_of(2.0)
 ROOT, OTHER = SEALED.root_digest, manifest_of(3.0).root_digest
 
 
+def reading(root: str) -> dict[str, object]:
+    """What the script of a rank says that it read."""
+    return {"read": {"root_digest": root}}
+
+
 class Trainer:
     """What the front end hears of the stream: nothing of its digests at first, `then` when it asks again."""
 
@@ -67,9 +72,9 @@ async def update(replica: Replica, monkeypatch: pytest.MonkeyPatch, trainer: Tra
 
 @in_loop
 async def test_a_stream_that_all_ranks_agree_on_is_served_under_its_digest(model_dir, monkeypatch):
-    write_script(model_dir, rank_0={"roots": ROOT}, rank_1={"roots": ROOT})
     trainer = Trainer(SEALED)
     async with running(model_dir) as replica:
+        write_script(model_dir, rank_0=reading(ROOT), rank_1=reading(ROOT))
         await update(replica, monkeypatch, trainer)
         assert (replica._updates.served.manifest, replica._updates.served.root_digest) == (SEALED, ROOT)
         assert replica._updates.previous.version == "step_7"
@@ -81,26 +86,45 @@ async def test_a_stream_that_all_ranks_agree_on_is_served_under_its_digest(model
 @pytest.mark.parametrize(
     ("roots", "then", "said"),
     [
-        ((ROOT, OTHER), SEALED, f"rank 1 got {OTHER}, and it is {ROOT}"),
-        ((OTHER, OTHER), SEALED, f"rank 0 got {OTHER}.*; rank 1 got {OTHER}"),
-        ((ROOT, ""), SEALED, "rank 1 got no digest"),
-        ((ROOT, f"{ROOT} {OTHER}"), SEALED, "rank 1 got "),
+        ((ROOT, OTHER), SEALED, f"rank 1 .*expected {ROOT}, found {OTHER}"),
+        ((OTHER, OTHER), SEALED, f"rank 0 .*found {OTHER}.* rank 1 .*found {OTHER}"),
+        ((ROOT, ""), SEALED, "rank 1 .*found none"),
         ((ROOT, ROOT), replace(SEALED, root_digest=""), "still has no digests"),
-        ((ROOT, ROOT), manifest_of(3.0), "rank 0 got"),
+        ((ROOT, ROOT), manifest_of(3.0), "rank 0 read"),
         ((ROOT, ROOT), replace(SEALED, tied={"v": "w"}), "ties other names"),
         ((ROOT, ROOT), SourceFailed("the trainer has gone"), "the trainer has gone"),
     ],
 )
 @in_loop
 async def test_a_stream_whose_digest_cannot_be_had_is_abandoned(roots, then, said, model_dir, monkeypatch):
-    write_script(model_dir, rank_0={"roots": roots[0]}, rank_1={"roots": roots[1]})
     async with running(model_dir) as replica:
+        write_script(model_dir, rank_0=reading(roots[0]), rank_1=reading(roots[1]))
         with pytest.raises(SourceFailed, match=said):
             await update(replica, monkeypatch, Trainer(then))
         assert replica._updates.served.version == "step_7"
         assert replica.status.healthy
         answer = [output async for output in replica.submit(request(1, ECHO))]
         assert answer[-1].version == "step_7"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"version": "step_3"}, "rank 1 .*version: expected live, found step_3"),
+        ({"rank": 0}, "rank 1 .*rank: expected 1, found 0"),
+        ({"ranks": 4}, "rank 1 .*number of ranks: expected 2, found 4"),
+        ({"tensors": {"w": "b"}}, "rank 1 .*tensor w: expected a, found b"),
+    ],
+)
+@in_loop
+async def test_a_rank_that_read_something_else_is_named_and_nothing_is_committed(found, said, model_dir, monkeypatch):
+    async with running(model_dir) as replica:
+        first = reading(ROOT)["read"] | ({"tensors": {"w": "a"}} if "tensors" in found else {})
+        write_script(model_dir, rank_0={"read": first}, rank_1={"read": reading(ROOT)["read"] | found})
+        with pytest.raises(SourceFailed, match=said):
+            await update(replica, monkeypatch, Trainer(SEALED))
+        assert replica._updates.served.version == "step_7"
+        assert replica.status.healthy
 
 
 @in_loop

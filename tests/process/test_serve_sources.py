@@ -42,10 +42,9 @@ publisher.stream("lost", slowly(), like=state, receivers=2)
 class Stand:
     """A server, versions that answer differently, and a directory to publish them in."""
 
-    def __init__(self, root: Path, server) -> None:
-        self.server, self.store = server, Store(root / "store")
-        self.ipc_dir = Path(tempfile.mkdtemp(prefix="wc-ipc-")) / "run"
-        self.url = f"ipc://{self.ipc_dir}"
+    def __init__(self, root: Path, server, ipc_dir: Path) -> None:
+        self.server, self.store, self.ipc_dir = server, Store(root / "store"), ipc_dir
+        self.url = f"ipc://{ipc_dir}"
 
     def state(self, number: int) -> dict[str, np.ndarray]:
         """That of a version: a shuffled part of each tensor of the first one."""
@@ -72,7 +71,7 @@ class Stand:
         """The server proves and answers what it would if the version had come from a store."""
         weights = self.weights()
         assert (weights["version"], weights["root_digest"]) == (f"step_{number}", root_digest)
-        verified = httpx.post(f"{self.server.url}/v1/weights/verify", timeout=WAIT_S)
+        verified = httpx.post(f"{self.server.url}/v1/weights/verify", json={}, timeout=WAIT_S)
         assert verified.status_code == 200, verified.text
         told = self.tokens()
         self.store.publish(f"again_{number}", self.state(number), mode="full")
@@ -86,10 +85,12 @@ def stand(tmp_path_factory):
     root = tmp_path_factory.mktemp("ipc-serve")
     init_checkpoint(root / "model", "tiny", seed=3)
     Store(root / "store").publish_checkpoint("step_0", root / "model")
-    with server_process(root / "model", "--ranks", 2) as server:
-        one = Stand(root, server)
-        yield one
-        shutil.rmtree(one.ipc_dir.parent, ignore_errors=True)
+    ipc_dir = Path(tempfile.mkdtemp(prefix="wc-ipc-")) / "run"
+    allowed = (f"file://{root}/store", f"ipc://{ipc_dir}", "http://127.0.0.1:*", "shares+http://127.0.0.1:*")
+    arguments = [word for source in allowed for word in ("--allow-source", source)]
+    with server_process(root / "model", "--ranks", 2, *arguments) as server:
+        yield Stand(root, server, ipc_dir)
+        shutil.rmtree(ipc_dir.parent, ignore_errors=True)
 
 
 def shared_inodes(pid: int) -> set[str]:
@@ -194,17 +195,17 @@ def test_ranks_that_are_behind_are_sent_one_delta(stand):
     with StoredShelf(stand.store.path) as shelf:
         questions = Questions(shelf, stand.store.path)
         with Depot(questions.shelf, routes=questions.routes()) as depot:
-            results(stand.update("step_0", source=depot.url))
-            state = stand.store.load("step_0")
+            results(stand.update(stand.store.newest(), source=depot.url))
+            state = stand.store.load()
             for number in (51, 52, 53):
                 for array in state.values():
                     array.reshape(-1)[number::997] *= 2
-                manifest = stand.store.publish(f"behind_{number}", state, mode="full" if number == 52 else "auto")
+                manifest = stand.store.publish(f"behind_{number}", state, mode="delta")
             told = results(stand.update("behind_53", source=depot.url))
     assert {one["mode"] for one in told} == {"delta"}
     assert sum(one["bytes"] for one in told) < sum(array.nbytes for array in state.values()) / 10
     assert stand.weights()["root_digest"] == manifest.root_digest
-    assert httpx.post(f"{stand.server.url}/v1/weights/verify", timeout=WAIT_S).status_code == 200
+    assert httpx.post(f"{stand.server.url}/v1/weights/verify", json={}, timeout=WAIT_S).status_code == 200
 
 
 def test_ranks_take_what_several_trainer_ranks_share(stand):
@@ -219,7 +220,7 @@ def test_ranks_take_what_several_trainer_ranks_share(stand):
             publisher.publish("step_61", half)
         source = f"shares+{first.url},{second.url.removeprefix('http://')}"
         results(stand.update("step_61", source=source))
-        assert httpx.post(f"{stand.server.url}/v1/weights/verify", timeout=WAIT_S).status_code == 200
+        assert httpx.post(f"{stand.server.url}/v1/weights/verify", json={}, timeout=WAIT_S).status_code == 200
         told = stand.tokens()
     stand.store.publish("again_61", state, mode="full")
     assert stand.update("again_61", source=f"file://{stand.store.path}").status_code == 200
@@ -234,3 +235,15 @@ def retried(call):
             return answer
         threading.Event().wait(0.05)
     return answer
+
+
+def test_a_store_that_is_made_after_the_server_is_followed_and_the_start_says_that_it_waits(tmp_path):
+    init_checkpoint(tmp_path / "model", "tiny", seed=3)
+    with server_process(tmp_path / "model", "--source", tmp_path / "later", "--follow", "--follow-poll", 0.2) as server:
+        assert server.log.read_text().count("source not there yet") == 1
+        Store(tmp_path / "later").publish_checkpoint("step_1", tmp_path / "model")
+
+        def serves() -> bool:
+            return httpx.get(f"{server.url}/v1/weights", timeout=WAIT_S).json()["result"]["version"] == "step_1"
+
+        server.wait_for(serves, "the version of a store that was made later")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from weightcast.engines.embedded.presets import init_checkpoint
+from weightcast.engines.embedded.replica.run_dir import RunDir
 
 from .server_process import WAIT_S, complete, server_process
 
@@ -119,7 +121,7 @@ def test_a_second_signal_does_not_wait(model_dir):
         assert server.left_behind() == []
 
 
-def test_no_rank_outlives_a_front_end_that_is_killed(model_dir):
+def test_nothing_outlives_a_front_end_that_is_killed(model_dir):
     with server_process(model_dir, "--ranks", 2) as server, server.client() as client, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, client, **LONG)
         server.wait_for(lambda: server.stats()[0]["running"] == 1, "load")
@@ -130,10 +132,29 @@ def test_no_rank_outlives_a_front_end_that_is_killed(model_dir):
         with pytest.raises(openai.APIError):
             answer.result(WAIT_S)
         end = time.monotonic() + WAIT_S
-        while server.alive():
+        while server.left_behind():
             assert time.monotonic() < end, f"left behind: {server.left_behind()}"
             time.sleep(0.05)
         assert len(server.started) >= 3
+
+
+def test_the_next_start_removes_the_directory_of_a_server_whose_processes_were_all_killed(model_dir, monkeypatch):
+    with server_process(model_dir) as server:
+        server.look()
+        os.kill(server.ranks()[0], signal.SIGSTOP)  # so that it cannot tidy up
+        for process in server.alive():
+            process.kill()
+        server.process.wait(WAIT_S)
+        (left,) = server.tmp_dir.iterdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(server.tmp_dir))
+        mine = RunDir()
+        try:
+            assert list(server.tmp_dir.iterdir()) == [mine.path]
+            RunDir().remove()
+            assert mine.path.exists(), "its owner lives"
+        finally:
+            mine.remove()
+        assert not left.exists()
 
 
 def serve_once(*arguments):
@@ -161,3 +182,14 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
     assert ended.returncode in (1, 2)
     assert ended.stderr.startswith("error: ") or "\nerror: " in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_ranks_that_cannot_be_built_are_told_once_and_without_a_traceback(model_dir):
+    ended = serve_once(model_dir, "--ranks", 3, "--port", 0)
+
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("cannot be divided over 3 ranks") == 1
+    error, _, problems = ended.stderr.rpartition("error: ")[2].partition("\n")
+    assert error.startswith("ranks 0, 1, 2 reported unsupported_model: ")
+    assert len(problems.splitlines()) == 2

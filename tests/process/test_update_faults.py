@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from http_depots import depots
+from weightcast import Store
 from weightcast.control.statuses import status_of
 from weightcast.engines.base import UpdateRequest
 from weightcast.engines.states import ReplicaState
@@ -21,8 +23,9 @@ from weightcast.errors import (
 )
 
 from . import test_update_source_faults as sources
+from .http_proxy import Fault, Proxy
 from .update_fault_cases import matrix, sample
-from .update_fault_moves import both_ranks, failed, kill, met, on_stand, one_after_another, recover, slow, stand, to_pipe
+from .update_fault_moves import both_ranks, failed, kill, met, on_stand, one_after_another, recover, slow, stand
 from .update_fault_stand import SLACK_S
 from .update_fault_world import DELTA_1, FULL_A, FULL_B, PROMPTS
 
@@ -243,16 +246,14 @@ async def test_ranks_that_are_lost_with_the_source_of_their_version_are_mended_b
 @on_stand
 async def test_a_rank_that_is_killed_while_the_source_is_asked_fails_the_update_and_no_other(stand, rank):
     await stand.bring_to(FULL_A)
-    store = stand.world.copy()
-    manifest = store / "versions" / FULL_B / "manifest.json"
-    text = manifest.read_bytes()
-    to_pipe(manifest)
-    status = stand.replica.begin_update(UpdateRequest(version=FULL_B, source=f"file://{store}", timeout_s=60.0))
-    await asyncio.sleep(0.1)
-    await kill(stand, rank)
-    await asyncio.to_thread(manifest.write_bytes, text)
-    with pytest.raises(ReplicaFailed):
-        await stand.replica.finish_update(status.id)
+    late = Fault("delay", path=f"/versions/{FULL_B}", seconds=3.0)
+    with depots(Store(stand.world.copy())) as [depot], Proxy(depot.url, late) as proxy:
+        status = stand.replica.begin_update(UpdateRequest(version=FULL_B, source=proxy.url, timeout_s=60.0))
+        await asyncio.sleep(0.1)
+        await kill(stand, rank)
+        with pytest.raises(ReplicaFailed):
+            await stand.replica.finish_update(status.id)
+    assert late.struck
     await stand.judge(FULL_A)
     await stand.update(FULL_B)
 

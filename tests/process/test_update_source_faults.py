@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from weightcast.errors import (
 
 from .update_fault_moves import (
     both_ranks,
-    end_pipe,
     failed,
     flip,
     met,
@@ -116,19 +116,15 @@ async def test_a_delta_on_another_base_is_refused(stand, serving):
 @on_stand
 async def test_a_source_that_never_answers_ends_by_the_deadline_and_can_be_cancelled(stand):
     await stand.bring_to(FULL_A)
-    store = stand.world.copy()
-    manifest = store / "versions" / FULL_B / "manifest.json"
-    to_pipe(manifest)
-    try:
-        await refused(stand, DeadlineExceeded, 504, version=FULL_B, source=f"file://{store}", timeout_s=0.5)
-        status = stand.replica.begin_update(UpdateRequest(version=FULL_B, source=f"file://{store}"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        await refused(stand, DeadlineExceeded, 504, version=FULL_B, source=source, timeout_s=0.5)
+        status = stand.replica.begin_update(UpdateRequest(version=FULL_B, source=source))
         await asyncio.sleep(0.1)
         async with asyncio.timeout(SLACK_S):
             await stand.replica.cancel_update(status.id)
         await stand.judge(FULL_A)
         await stand.update(FULL_B)
-    finally:
-        await asyncio.to_thread(end_pipe, manifest)
 
 
 # -- a source that changes meanwhile -------------------------------------------------------------------------------------

@@ -109,12 +109,6 @@ def to_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def end_pipe(path: Path) -> None:
-    """Let all go who wait for somebody to write."""
-    with path.open("wb"):
-        pass
-
-
 def part_of(store: Path, version: str) -> Path:
     """The last part of a full version, or the payload of a delta."""
     return sorted((store / "versions" / version).glob("*.bin" if version == DELTA_1 else "*.safetensors"))[-1]

@@ -122,7 +122,7 @@ async def _update_all(
 def _check_the_end(server: ServerProcess, trainer: Trainer, last: Planned) -> None:
     """The server holds the last version, whole, and nothing else goes on in it."""
     wanted = trainer.store.manifest(last.version).root_digest
-    verified = httpx.post(f"{server.url}/v1/weights/verify", timeout=TIMEOUT_S)
+    verified = httpx.post(f"{server.url}/v1/weights/verify", json={}, timeout=TIMEOUT_S)
     assert verified.status_code == 200, verified.text
     weights = httpx.get(f"{server.url}/v1/weights", timeout=TIMEOUT_S).json()["result"]
     assert (weights["version"], weights["root_digest"], weights["state"]) == (last.version, wanted, "READY")

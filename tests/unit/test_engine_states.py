@@ -34,7 +34,7 @@ def test_what_is_refused_is_refused_with_the_state_and_the_right_status(operatio
 def test_only_whole_weights_and_caches_answer_requests():
     answering = {state for state in ReplicaState if status(Operation.GENERATE, state) == 200}
     assert answering == {ReplicaState.READY, *UPDATING}
-    assert {state for state in ReplicaState if TABLE[state].healthy} == answering - {ReplicaState.COMMITTING}
+    assert {state for state in ReplicaState if TABLE[state].healthy} == answering
 
 
 def test_an_update_begins_in_resting_states_and_nowhere_else():

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -115,6 +116,37 @@ def test_a_traceback_is_a_field_of_its_line(written, as_json):
     log.error("crashed", trace=KeyError("lost"), version="v")
     (line,) = lines(stream)
     assert "KeyError: 'lost'" in line
+
+
+def test_of_an_error_that_lists_many_things_a_line_has_the_first_line_and_how_many_follow(written):
+    stream = written(as_json=True)
+    log.warning("failed", error=ValueError("3 tensors differ:\n  a\n  b\n  c"), other=ValueError("one line"))
+    (line,) = objects(stream)
+    assert (line["error"], line["other"]) == ("3 tensors differ: (and 3 more lines)", "one line")
+
+
+PROGRAM = (
+    "import logging\nfrom weightcast import delta, logs\nlogs.configure(logging.DEBUG)\ndelta.warm_up()\ndelta.warm_up()"
+)
+
+
+def said_of_kernels(**environ):
+    command, environ = [sys.executable, "-c", PROGRAM], {**os.environ, **environ}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environ)
+    return re.findall(r"kernels (?:compiled|loaded)", done.stderr)
+
+
+@pytest.mark.timeout(400)
+def test_kernels_that_are_loaded_are_not_said_to_be_compiled():
+    said_of_kernels()
+    assert said_of_kernels() == ["kernels loaded"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_kernels_that_are_compiled_are_said_to_be_once(tmp_path):
+    assert said_of_kernels(NUMBA_CACHE_DIR=str(tmp_path)) == ["kernels compiled"]
+    assert said_of_kernels(NUMBA_CACHE_DIR=str(tmp_path)) == ["kernels loaded"]
 
 
 def test_numbers_that_json_has_not_become_words(written):
@@ -372,12 +404,15 @@ def test_the_page_lists_every_event_with_its_level_and_fields():
     assert listed == wanted, "docs/logging.md lists other events than there are"
 
 
+NO_TOKEN = ("--listen", "127.0.0.1:0", "--store", "none", "--token-file")  # a store may come later, a token must be there
+
+
 @pytest.mark.parametrize(
     ("arguments", "level"),
     [
         (("store", "ls"), logging.WARNING), (("-q", "store", "ls"), logging.ERROR), (("-v", "store", "ls"), logging.INFO),
-        (("-vvv", "store", "ls"), logging.DEBUG), (("depot", "--store"), logging.INFO),
-        (("-q", "depot", "--store"), logging.WARNING), (("-v", "depot", "--store"), logging.DEBUG),
+        (("-vvv", "store", "ls"), logging.DEBUG), (("depot", *NO_TOKEN), logging.INFO),
+        (("-q", "depot", *NO_TOKEN), logging.WARNING), (("-v", "depot", *NO_TOKEN), logging.DEBUG),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("as_json", [False, True])
@@ -390,6 +425,6 @@ def test_the_command_says_from_which_level_on_and_a_failure_is_a_line_in_json(
     assert logging.getLogger().level == level
     said = capsys.readouterr().err
     if as_json:
-        assert json.loads(said)["code"] == "store_not_found"
+        assert json.loads(said)["code"] == ("invalid_input" if "depot" in arguments else "store_not_found")
     else:
         assert said.startswith("error: ")

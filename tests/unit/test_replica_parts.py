@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from weightcast.clock import Deadline
+from weightcast.engines.base import Pin
 from weightcast.engines.embedded.messages import Report, Sampling, Submit
 from weightcast.engines.embedded.replica.answers import Answers
 from weightcast.engines.embedded.replica.gate import Gate
@@ -12,6 +13,7 @@ from weightcast.engines.embedded.replica.job_board import JobBoard
 from weightcast.engines.embedded.replica.served import check_transfer
 from weightcast.engines.embedded.replica.verdicts import joined_error
 from weightcast.errors import DeadlineExceeded, DigestMismatch, InvalidInput, ReplicaFailed, UpdateCancelled
+from weightcast.wire.manifest import Manifest
 
 
 def request(name):
@@ -35,8 +37,14 @@ def test_the_errors_of_ranks_are_one_of_the_kind_that_caused_the_others():
     stopped = (UpdateCancelled.code, "was told to stop")
     error = joined_error("staging v2", {0: stopped, 1: (DigestMismatch.code, "bytes differ")}, 4)
     assert type(error) is DigestMismatch
-    assert str(error) == "staging v2 failed on 2 of 4 rank(s):\n  rank 0: was told to stop\n  rank 1: bytes differ"
+    assert str(error) == "staging v2 failed on 2 of 4 rank(s): rank 1: bytes differ\nrank 0: was told to stop"
     assert type(joined_error("staging", {0: stopped}, 1)) is UpdateCancelled
+
+
+def test_an_error_that_several_ranks_have_is_told_once():
+    same, other = (DigestMismatch.code, "bytes differ:\n  w"), (DigestMismatch.code, "other bytes differ")
+    error = joined_error("staging v2", {2: same, 0: same, 1: other}, 4)
+    assert str(error) == "staging v2 failed on 3 of 4 rank(s): ranks 0, 2: bytes differ:\n  w\nrank 1: other bytes differ"
 
 
 def on_board(scenario):
@@ -136,3 +144,35 @@ def test_a_way_of_transfer_goes_with_its_sources(source, mode):
 def test_a_way_of_transfer_that_the_source_does_not_have_is_refused(source, mode):
     with pytest.raises(InvalidInput, match=f"transfer_mode '{mode}'"):
         check_transfer(source, mode)
+
+
+def version(name, sequence=0, created_s=0.0, root="r"):
+    return Manifest(
+        version=name, sequence=sequence, step=0, kind="full", created_s=created_s, algorithm="xxh3-128",
+        root_digest=f"{root}-{name}", parts=(), tensors=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("newest", "ends"),
+    [
+        (version("step_6", 6, 60.0), True),
+        (version("step_5", 5, 50.0), False),  # what was moved away from
+        (version("step_4", 4, 40.0), False),  # what is pinned
+        (version("step_3", 3, 30.0), False),  # an older one was announced
+        (version("step_10", 6, 60.0), True),  # the order is that of publication, not of names
+        (version("step_5", 5, 70.0, root="other"), True),  # it was removed and published again
+        (version("step_7", 1, 70.0), True),  # by a trainer that was started again, and counts anew
+    ],
+)
+def test_a_pin_ends_with_what_is_newer_than_what_was_moved_away_from(newest, ends):
+    pin = Pin(
+        version="step_4", away_from="step_5", why="rollback", since=0.0, sequence=5, created_s=50.0, root_digest="r-step_5"
+    )
+    assert pin.ends_with(newest) is ends
+
+
+@pytest.mark.parametrize(("newest", "ends"), [("step_4", False), ("step_5", False), ("step_6", True)])
+def test_a_source_without_an_order_has_another_version_or_the_same(newest, ends):
+    pin = Pin(version="step_4", away_from="step_5", why="explicit", since=0.0, root_digest="r-step_5")
+    assert pin.ends_with(version(newest)) is ends

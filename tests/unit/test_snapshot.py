@@ -45,7 +45,8 @@ def tensors(rng, count=4, seed_name="t"):
 
 
 def write(directory, state, **options):
-    return write_snapshot(directory, state, **({"rank": 0, "device_id": "7", "version": "v1", "part_nbytes": 1} | options))
+    options = {"rank": 0, "ranks": options.get("rank", 0) + 1, "device_id": "7", "version": "v1", "part_nbytes": 1} | options
+    return write_snapshot(directory, state, **options)
 
 
 def find(directory, **options):
@@ -757,3 +758,44 @@ def test_everything_in_a_directory_is_listed_by_rank_and_id(tmp_path, rng):
     assert first.nbytes == sum((tmp_path / name).stat().st_size for name in written)
     assert [path.name for path in listed.bad_names] == ["model_state.tp0.7.partX.pdparams", "model_state.tpx.pdparams"]
     assert list_snapshots(tmp_path / "nowhere").snapshots == ()
+
+
+# -- the number of ranks -------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_records_its_rank_and_the_number_of_ranks(tmp_path, rng):
+    state = tensors(rng)
+    assert write(tmp_path, state, rank=1, ranks=4).ranks == 4
+    snapshot = opened(tmp_path, rank=1)
+    assert (snapshot.rank, snapshot.ranks) == (1, 4)
+    for file in snapshot._files:
+        assert file.metadata["weightcast.ranks"] == "4"
+
+
+def test_snapshots_of_older_releases_are_read_as_before(tmp_path, rng):
+    state = tensors(rng)
+    write(tmp_path, state)
+    path = tmp_path / "model_state.tp0.7.manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["seal"], fields["ranks"]
+    path.write_bytes(seal(fields))
+    snapshot = opened(tmp_path)
+    assert snapshot.ranks is None
+    assert_holds(snapshot, state)
+
+
+@pytest.mark.parametrize("ranks", [0, 1, True, "2"])
+def test_a_number_of_ranks_that_cannot_be_is_refused(tmp_path, rng, ranks):
+    with pytest.raises(InvalidInput, match="number of ranks"):
+        write(tmp_path, tensors(rng), rank=1, ranks=ranks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_of_a_rank_that_its_number_of_ranks_does_not_have_is_corrupt(tmp_path, rng):
+    write(tmp_path, tensors(rng))
+    path = tmp_path / "model_state.tp0.7.manifest.json"
+    fields = json.loads(path.read_text()) | {"ranks": 0}
+    del fields["seal"]
+    path.write_bytes(seal(fields))
+    with pytest.raises(ManifestCorrupt, match="rank 0 of 0"):
+        opened(tmp_path)

@@ -31,7 +31,9 @@ def new(rng):
 
 
 def write(directory, tensors, version, *, rank=0, part_nbytes=80_000):
-    return write_snapshot(directory, tensors, rank=rank, device_id="3", version=version, part_nbytes=part_nbytes)
+    return write_snapshot(
+        directory, tensors, rank=rank, ranks=rank + 1, device_id="3", version=version, part_nbytes=part_nbytes
+    )
 
 
 def zeros(tensors):
@@ -56,7 +58,7 @@ def test_each_rank_takes_its_own_shard(tmp_path, new):
     write(tmp_path, new, "step_5", rank=0)
     write(tmp_path, other, "step_5", rank=1)
     model = zeros(new)
-    LiveModel(model, rank=1, ranks=2, source=f"snapshot://{tmp_path}?id=3").update("step_5")
+    LiveModel(model, rank=1, source=f"snapshot://{tmp_path}?id=3").update("step_5")
     assert (model["w0"] == other["w0"]).all()
 
 

@@ -1,11 +1,18 @@
-"""The engine of the demo: `weightcast serve` as a process of its own, which is ended whatever happens."""
+"""The engine of the demo: `weightcast serve` as a process of its own, which is ended whatever happens.
+
+The process is `python -m weightcast.demo.engine_process DIRECTORY serve …`. Its standard input is a pipe that the demo holds
+open. When the demo ends, also by SIGKILL, the kernel closes the pipe: the engine drains, ends and removes DIRECTORY.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -25,20 +32,21 @@ _LOOK_S = 0.02
 class EngineProcess:
     """A server and its ranks. What they log goes to `log_path`; `client` speaks to it once `wait_started` has returned.
 
-    It is in a session of its own: a Ctrl-C in the terminal reaches the demo alone, which then ends it.
+    It is in a session of its own: a Ctrl-C in the terminal reaches the demo alone, which then ends it. `scratch` is the
+    temporary directory of the demo, which the engine removes if the demo cannot.
     """
 
     def __init__(self, model_dir: Path, *, ranks: int, source: str, max_batch: int, scratch: Path, log_path: Path) -> None:
         self.log_path = log_path
         self._port_file = scratch / "port"
         command = [
-            sys.executable, "-m", "weightcast", "serve", str(model_dir), "--served-model-name", _MODEL,
+            sys.executable, "-m", __name__, str(scratch), "serve", str(model_dir), "--served-model-name", _MODEL,
             "--ranks", str(ranks), "--port", "0", "--port-file", str(self._port_file), "--source", source,
             "--max-batch", str(max_batch), "--drain-timeout", str(_DRAIN_S),
         ]  # fmt: skip
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
         self._client: EngineClient | None = None
 
@@ -95,11 +103,35 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it and its ranks. Safe twice."""
-        if self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(_STOP_S)
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(_STOP_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+def _serve(scratch: Path, arguments: list[str]) -> None:
+    """Run the command until it ends, or until the demo does."""
+    demo_ended = threading.Event()
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)  # nothing is ever written: this returns when the other end is closed
+        demo_ended.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # until the server has a handler of its own
+    threading.Thread(target=watch, name="watch-demo", daemon=True).start()
+    sys.argv = ["weightcast", *arguments]
+    try:
+        runpy.run_module("weightcast", run_name="__main__")
+    finally:
+        if demo_ended.is_set():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), sys.argv[2:])

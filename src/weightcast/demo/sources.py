@@ -1,9 +1,10 @@
 """The four ways from the trainer to the engine, behind one seam: publish a version, and tell the engine where it is.
 
 `file`, `http` and `nixl` keep versions in a store: the first is full, the next ones are deltas on the one before, and, by
-the store's own policy, one in twenty is full again. The engine reads the store itself, or asks a depot in the trainer's
-process. `ipc` holds whole versions in shared memory: on one host a copy is cheaper than looking for what has changed, so
-there every version is full.
+the store's own policy, one in twenty is full again. The policy assumes a link of 1 Gbit/s, as between hosts: within one host
+a full version of this small model is as cheap as a delta. The engine reads the store itself, or asks a depot in the
+trainer's process. `ipc` holds whole versions in shared memory: on one host a copy is cheaper than looking for what has
+changed, so there every version is full.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 DEFAULT: Transport = "http"
 
 Tensors = Mapping[str, "torch.Tensor"]
+
+_LINK_NBYTES_PER_S = 125e6
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def open_source(transport: Transport, directory: Path) -> Iterator[Source]:
             return
         path = directory / "store"
         path.mkdir()
-        store = Store(path, delta=DeltaPolicy(keep="memory"))
+        store = Store(path, delta=DeltaPolicy(keep="memory", link_nbytes_per_s=_LINK_NBYTES_PER_S))
         if transport == "file":
             yield _FromStore(store, path.as_uri())
             return
@@ -94,13 +97,13 @@ def open_source(transport: Transport, directory: Path) -> Iterator[Source]:
             from weightcast.transports.nixl.library import load_nixl  # noqa: PLC0415
 
             load_nixl()  # a missing extra is said now, and not by the first update
-        url = stack.enter_context(_depot(path))
+        url = stack.enter_context(_depot(path, nixl=transport == "nixl"))
         yield _FromStore(store, url.replace("http://", f"{transport}://"))
 
 
 @contextmanager
-def _depot(path: Path) -> Iterator[str]:
-    """What `weightcast depot --store` runs, in this process."""
+def _depot(path: Path, *, nixl: bool) -> Iterator[str]:
+    """What `weightcast depot --store`, with `--nixl on` if asked for, runs in this process."""
     from weightcast.depot.nixl_export import NixlExport  # noqa: PLC0415 - servers are slow to import
     from weightcast.depot.questions import Questions  # noqa: PLC0415
     from weightcast.depot.server import Depot  # noqa: PLC0415
@@ -108,7 +111,8 @@ def _depot(path: Path) -> Iterator[str]:
 
     with closing(StoredShelf(path)) as shelf, closing(NixlExport(shelf)) as export:
         questions = Questions(shelf, path)
-        with Depot(questions.shelf, "127.0.0.1:0", routes=[*questions.routes(), *export.routes()]) as depot:
+        routes = [*questions.routes(), *(export.routes() if nixl else NixlExport.refusals())]
+        with Depot(questions.shelf, "127.0.0.1:0", routes=routes) as depot:
             yield depot.url
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from weightcast.worker.result import CommitMode
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.result import CommitMode, Timeline, legacy_costs
 
 PauseMode = Literal["abort", "wait", "keep"]
 Tag = Literal["weight", "kv_cache"]
@@ -28,7 +29,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `version` None is the newest of the source, `source` None the engine's default one. `commit` "auto" takes what the
     change allows at the least cost: a scatter for a delta, else a copy. `clear_cache` decides what requests that are kept
     over the commit go on with: keys and values computed anew under the new weights, or the old ones. `release_cache` frees
-    all caches around the commit, for its memory.
+    all caches around the commit, for its memory. `follow` marks the updates of `--follow`: they pin nothing.
     """
 
     version: str | None = None
@@ -40,6 +41,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     pause: PauseMode = "keep"
     clear_cache: bool = True
     release_cache: bool = False
+    follow: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -52,8 +54,10 @@ class Failure(msgspec.Struct, frozen=True):
 class UpdateStatus(msgspec.Struct, kw_only=True):
     """An update at one moment. `nbytes` of `total` were staged, over all ranks; `total` is 0 until it is known.
 
-    `result` has one entry per rank once it is done: the fields of `UpdateResult.as_dict()` and, beside them, `pause_s`,
-    `proof_s`, and with `release_cache` also `cache_clear_cost` and `cache_rebuild_cost`.
+    `result` has one entry per rank once it is done: the fields of `UpdateResult.as_dict()` and, beside them, `pause_s`, how
+    long this rank did not compute (a part of `commit_s`), and with `release_cache` also `cache_clear_cost` and
+    `cache_rebuild_cost`. The times of the phases are those of `timeline`, the same in every entry: a phase lasts until its
+    slowest rank is done. `began` and `ended` are Unix time.
     """
 
     id: str
@@ -67,6 +71,14 @@ class UpdateStatus(msgspec.Struct, kw_only=True):
     result: list[dict[str, Any]] | None = None
     began: float = msgspec.field(default_factory=time.time)
     ended: float | None = None
+    timeline: Timeline = msgspec.field(default_factory=Timeline)
+
+    def end(self, phase: Phase) -> None:
+        """The update is over: from now on its times do not change."""
+        self.timeline.end()
+        times = self.timeline.as_dict()
+        self.phase, self.ended = phase, self.began + times["total_s"]
+        self.result = self.result and [one | times | legacy_costs(times) for one in self.result]
 
     @property
     def percent(self) -> float:
@@ -86,10 +98,40 @@ class RankWeights(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that an operator chose and that following must not replace.
+
+    `away_from` is the newest version of the default source that was known when the operator decided. Its `sequence`,
+    `created_s` and `root_digest` tell whether another version is newer. `since` is Unix time.
+    """
+
+    version: str
+    away_from: str
+    why: Literal["rollback", "explicit"]
+    since: float
+    sequence: int = 0
+    created_s: float = 0.0
+    root_digest: str = ""
+
+    def ends_with(self, manifest: Manifest) -> bool:
+        """Whether a version is newer than what the operator moved away from: published after it.
+
+        The order is that of the store. Where a trainer that was started again counts anew, its clock decides. A source that
+        keeps no order (snapshots, checkpoints) holds one version: another than both is newer.
+        """
+        known = (self.away_from, self.root_digest)
+        if manifest.version == self.version or (manifest.version, manifest.root_digest) == known:
+            return False
+        if not (manifest.sequence or manifest.created_s or self.sequence or self.created_s):
+            return manifest.version != self.away_from
+        return manifest.sequence > self.sequence or manifest.created_s > self.created_s
+
+
 class WeightsStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica serves. `root_digest` is empty unless every rank has proved its part. `since` is Unix time.
 
     `previous` is the version that a rollback would go back to, if it is still held. `asleep` are the tags without memory.
+    `pin` is the version that an operator chose, while `--follow` must not replace it.
     """
 
     state: str
@@ -105,6 +147,7 @@ class WeightsStatus(msgspec.Struct, frozen=True, kw_only=True):
     asleep: tuple[str, ...]
     update: str | None
     ranks: tuple[RankWeights, ...]
+    pin: Pin | None = None
 
 
 class Aborted(msgspec.Struct, frozen=True):
@@ -153,7 +196,10 @@ class LiveWeights(Protocol):
         """Recompute the digests of the live weights. One entry per rank; a mismatch turns the replica FAILED and raises."""
 
     async def rollback(self, *, timeout_s: float) -> WeightsStatus:
-        """Go back to the previous version. Raises `NotFound` if it is not held any more."""
+        """Go back to the previous version, and pin it. Raises `NotFound` if it is not held any more."""
+
+    async def resume_following(self, *, timeout_s: float) -> WeightsStatus:
+        """Remove the pin, so that `--follow` takes the newest version again. Fine without a pin."""
 
     def begin_recovery(self, request: UpdateRequest) -> UpdateStatus:
         """Like `begin_update`, for a replica that holds no whole version: without a version, to the last committed one."""

@@ -51,7 +51,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One state: what may be asked in it, whether a router should send requests, and its name in the legacy protocol.
+    """One state: what may be asked in it, and its name in the legacy protocol.
 
     `away` tells why everything else is refused: the replica cannot be spoken to (503), or it is the wrong moment (409).
     `resting` states are those that an update begins in, and goes back to if it fails.
@@ -59,9 +59,13 @@ class Row:
 
     allowed: frozenset[Operation]
     legacy: LegacyStatus
-    healthy: bool = False
     away: bool = False
     resting: bool = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a router should send requests: they are taken, and answered at once or after a short commit."""
+        return Operation.GENERATE in self.allowed
 
 
 _O = Operation
@@ -71,9 +75,9 @@ _NOTHING: frozenset[Operation] = frozenset()
 
 TABLE: dict[ReplicaState, Row] = {
     ReplicaState.STARTING: Row(_NOTHING, LegacyStatus.UPDATING, away=True),
-    ReplicaState.READY: Row(_REST | {_O.GENERATE, _O.ROLLBACK}, LegacyStatus.NORMAL, healthy=True, resting=True),
-    ReplicaState.STAGING: Row(_ASK | {_O.GENERATE, _O.CANCEL, _O.RESUME}, LegacyStatus.NORMAL, healthy=True),
-    ReplicaState.STAGED: Row(_ASK | {_O.GENERATE, _O.CANCEL, _O.RESUME}, LegacyStatus.NORMAL, healthy=True),
+    ReplicaState.READY: Row(_REST | {_O.GENERATE, _O.ROLLBACK}, LegacyStatus.NORMAL, resting=True),
+    ReplicaState.STAGING: Row(_ASK | {_O.GENERATE, _O.CANCEL, _O.RESUME}, LegacyStatus.NORMAL),
+    ReplicaState.STAGED: Row(_ASK | {_O.GENERATE, _O.CANCEL, _O.RESUME}, LegacyStatus.NORMAL),
     ReplicaState.COMMITTING: Row(frozenset({_O.GENERATE, _O.ABORT}), LegacyStatus.UPDATING),
     ReplicaState.SLEEPING: Row(_REST - {_O.RESUME, _O.VERIFY}, LegacyStatus.NORMAL, resting=True),
     ReplicaState.CLEARED: Row(_REST - {_O.RESUME, _O.VERIFY}, LegacyStatus.CLEARED, resting=True),

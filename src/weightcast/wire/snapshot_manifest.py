@@ -15,7 +15,10 @@ FORMAT = 1
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one rank and device id, in the order of loading. `part` of a tensor is an index into `files`."""
+    """The files of one rank and device id, in the order of loading. `part` of a tensor is an index into `files`.
+
+    `ranks` is the number of ranks that the snapshots of this version are for; None in files of older releases.
+    """
 
     version: str
     rank: int
@@ -25,6 +28,7 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[PartEntry, ...]
     tensors: tuple[TensorEntry, ...]
     format: int = FORMAT
+    ranks: int | None = None
 
 
 def encode_snapshot_manifest(manifest: SnapshotManifest) -> bytes:
@@ -49,6 +53,8 @@ def _find_problems(manifest: SnapshotManifest) -> Iterator[str]:
         check_version_id(manifest.version)
     except InvalidInput as error:
         yield str(error)
+    if manifest.ranks is not None and manifest.ranks <= manifest.rank:
+        yield f"it is of rank {manifest.rank} of {manifest.ranks}"
     if not manifest.files:
         yield "it lists no files"
     yield from repeats("file", (part.file for part in manifest.files))

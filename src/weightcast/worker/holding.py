@@ -10,7 +10,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
 from weightcast.worker.commits.staged import Tick, prove_slots
 from weightcast.worker.result import UpdateResult, finished
-from weightcast.worker.serving import Entered, Former, Served, StagedUpdate, Stopwatch, Torn
+from weightcast.worker.serving import Entered, Former, Served, StagedUpdate, Torn
 from weightcast.worker.states import RESTING, Lifecycle, State
 
 log = logs.get(__name__)
@@ -43,7 +43,7 @@ class Holding:
         """Whether a version is what the model provably holds."""
         if self.served is None or not self.served.proved or self.lifecycle.state is not State.READY or not manifest.sealed:
             return False
-        held = self.served.manifest
+        held = self.served.full or self.served.manifest
         same = manifest.boxes == held.boxes if manifest.boxes else manifest.root_digest == held.root_digest
         return same and held.version == manifest.version
 
@@ -97,13 +97,13 @@ class Holding:
         self.lifecycle.move("commit", State.COMMITTING)
         entered = Entered(staged, self._former, self._spare)
         self._staged = self._former = self._spare = None
-        watch = Stopwatch()
+        staged.timeline.enter("commit")
         try:
             staged.commit.apply()
             staged.take_seal()
             entered.post_load_ran = True
             self._post_load()
-            entered.commit_s = watch.lap()
+            staged.timeline.enter("wait")
             self._entered = entered
         except BaseException as error:
             self._take_back(entered, error)
@@ -111,9 +111,10 @@ class Holding:
 
     def prove(self) -> None:
         """Compare what was entered with what it must be. Only reads."""
-        entered, watch = self._current("prove"), Stopwatch()
+        entered = self._current("prove")
+        entered.staged.timeline.enter("proof")
         entered.staged.commit.prove()
-        entered.verify_s += watch.lap()
+        entered.staged.timeline.enter("wait")
         entered.proved = True
 
     def settle(self) -> UpdateResult:
@@ -122,8 +123,9 @@ class Holding:
         staged, before = entered.staged, self.served
         if not entered.proved:
             raise InvalidInput(f"version {staged.version} was entered and not proved: call prove() before settle().")
+        staged.timeline.enter("settle")
         self._entered = None
-        self.served = Served(staged.manifest, staged.plan, proved=staged.checksum)
+        self.served = Served(staged.manifest, staged.plan, proved=staged.checksum, full=staged.full)
         self._spare = staged.commit.next_spare() if isinstance(staged.commit, DeltaSwapCommit) else None
         if self._keep_previous and before is not None and before.proved and staged.commit.keep_way_back():
             self._former = Former(before, staged.commit)
@@ -135,9 +137,7 @@ class Holding:
         self._drop_torn()
         staged.acknowledge()
         return finished(
-            staged.version, self._rank, staged.source, staged.mode, len(staged.plan.entries), staged.nbytes,
-            stage_s=staged.stage_s, verify_s=staged.verify_s + entered.verify_s, commit_s=entered.commit_s,
-            started=staged.started,
+            staged.version, self._rank, staged.source, staged.mode, len(staged.plan.entries), staged.nbytes, staged.timeline
         )  # fmt: skip
 
     def revert(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weightcast.clock import Deadline
-from weightcast.errors import BaseVersionMismatch, SourceFailed, VerificationUnavailable, VersionNotFound
-from weightcast.transports.base import CatchUpReceiver, Provider, Receiver
+from weightcast.errors import BaseVersionMismatch, Conflict, SourceFailed, VerificationUnavailable, VersionNotFound
+from weightcast.transports.base import CatchUpReceiver, Provider, Receiver, delta_use
 from weightcast.wire.manifest import BaseRef, Manifest, check_version_id, is_digest
+
+NO_DELTA = "there is no delta from what the model holds"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,12 @@ def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: 
 def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline) -> Route:
     """Follow a delta's bases to what the model holds, or else to the nearest full version.
 
-    A source that can work out one delta between the two is asked for it first, unless there is one already. Raises
+    From what is held it takes fewer bytes than from the full version, as the deltas are the last of the same chain; a source
+    that can fold them is asked first. With `deltas=never` nothing is built on what the model holds. Raises
     `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
     """
+    if delta_use(receiver) == "never":
+        held = None
     ready = held is not None and manifest.base is not None and _is_base(held, manifest.base)
     if held is not None and not ready and isinstance(receiver, CatchUpReceiver):
         short = receiver.shortcut(manifest, held, sliced=False, deadline=deadline)
@@ -60,6 +65,17 @@ def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None,
             return Route(manifest, None, tuple(deltas))
         at = _base_at(receiver, at, at.base, held, deadline)
     return Route(manifest, at, tuple(deltas))
+
+
+def insist_on_deltas(receiver: Receiver, manifest: Manifest, held: Manifest | None, why: str) -> None:
+    """Refuse a version that would be fetched whole, if the source was opened with `deltas=always`. A model that holds no
+    version yet takes its first one whole.
+    """
+    if held is not None and delta_use(receiver) == "always":
+        raise Conflict(
+            f"version {manifest.version} of {receiver.url} cannot be reached by deltas from {held.version}: {why}. Nothing "
+            "was changed, as the source was opened with deltas=always. With deltas=auto the full version is fetched."
+        )
 
 
 def _is_base(held: Manifest, base: BaseRef) -> bool:

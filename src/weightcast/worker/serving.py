@@ -12,7 +12,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import Spare
 from weightcast.worker.commits.staged import StagedCommit, silent
 from weightcast.worker.fit import Plan
-from weightcast.worker.result import CommitMode
+from weightcast.worker.result import CommitMode, Timeline
 from weightcast.worker.states import State
 
 
@@ -21,19 +21,21 @@ class Served:
     """What the model holds: set by a commit, dropped when the weights are no longer whole.
 
     `proved` is false where the caller declined the checksum: then the version's name is all that is known of the bytes.
+    `full` is the version as it was published, where the model holds boxes of its tensors and `manifest` is about those.
     """
 
     manifest: Manifest
     plan: Plan
     proved: bool
+    full: Manifest | None = None
 
 
 @dataclass
 class StagedUpdate:
-    """A version that is staged and verified and waits for `commit` (or `enter`) or `abandon`. Times are in seconds.
+    """A version that is staged and verified and waits for `commit` (or `enter`) or `abandon`.
 
     `release` closes the source where the commit still needs it: it is called once, when the update has ended.
-    `acknowledge` tells the source that the version is served.
+    `acknowledge` tells the source that the version is served. `full` is as in `Served`.
     """
 
     manifest: Manifest
@@ -44,16 +46,25 @@ class StagedUpdate:
     commit: StagedCommit
     nbytes: int
     deadline: Deadline
-    started: float
-    stage_s: float
-    verify_s: float
+    timeline: Timeline
     release: Callable[[], None]
     acknowledge: Callable[[], None] = silent
+    full: Manifest | None = None
 
     @property
     def version(self) -> str:
         """The version that it leads to."""
         return self.manifest.version
+
+    @property
+    def stage_s(self) -> float:
+        """Seconds that staging took."""
+        return self.timeline.seconds("stage")
+
+    @property
+    def verify_s(self) -> float:
+        """Seconds that comparing the digests of what was staged took."""
+        return self.timeline.seconds("verify")
 
     def incoming(self) -> dict[str, Array]:
         """The tensors of the version as they lie beside the model, by name, to be read only. For a commit by swap."""
@@ -81,8 +92,6 @@ class Entered:
     spare: Spare | None
     post_load_ran: bool = False
     proved: bool = False
-    commit_s: float = 0.0
-    verify_s: float = 0.0
 
     def end_former(self) -> None:
         """Let go of what was there before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from weightcast import logs
@@ -17,10 +17,10 @@ from weightcast.worker.commits.inplace import Stream, StreamedCommit
 from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain, fetched_chain
 from weightcast.worker.fit import FitRules, Plan, plan_update
-from weightcast.worker.result import CommitMode
-from weightcast.worker.route import Route, plan_route
+from weightcast.worker.result import CommitMode, Timeline
+from weightcast.worker.route import NO_DELTA, Route, insist_on_deltas, plan_route
 from weightcast.worker.sealing import flattened
-from weightcast.worker.serving import Served, Stopwatch
+from weightcast.worker.serving import Served
 from weightcast.worker.staging import Staging, provided
 from weightcast.worker.targets.capture import CapturedPart
 
@@ -29,15 +29,13 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A commit that is ready to be applied, and what it took to get there."""
+    """A commit that is ready to be applied."""
 
     manifest: Manifest
     plan: Plan
     commit: StagedCommit
     mode: CommitMode
     nbytes: int
-    stage_s: float
-    verify_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Stager:
     buffers: Buffers
     threads: int = 1
     tick: Tick = silent
+    timeline: Timeline = field(default_factory=Timeline)
 
     def stage(
         self,
@@ -73,14 +72,19 @@ class Stager:
         """
         plan = plan_update(manifest, self.parts, self.rules, swap=mode == "swap")
         route = self._route(manifest, served)
+        held = served.manifest if served is not None else None
         if route.full is None and served is not None:
             prepared = self._from_held(route, plan, mode, served, take_spare)
             if prepared is not None:
                 return prepared
-            log.info("delta not used", version=manifest.version, why="the model does not hold all of the base")
+            why = "the model does not hold all of the base"
+            insist_on_deltas(self.receiver, manifest, held, why)
+            log.info("delta not used", version=manifest.version, why=why)
             route = plan_route(self.receiver, manifest, held=None, deadline=self.deadline)
-        elif mode == "inplace":
-            return self._streamed(route, plan, served, whole=whole)
+        else:
+            insist_on_deltas(self.receiver, manifest, held, NO_DELTA)
+            if mode == "inplace":
+                return self._streamed(route, plan, served, whole=whole)
         drop_spare()
         return self._from_full(route, plan, mode)
 
@@ -97,13 +101,12 @@ class Stager:
         self, route: Route, plan: Plan, mode: CommitMode, served: Served, take_spare: Callable[[], Spare | None]
     ) -> Prepared | None:
         """A commit of the deltas alone; None if they cannot be decoded along what the model holds."""
-        watch = Stopwatch()
         deltas = self._fetch(route.deltas)
         if not deltas.fits(served.plan, served.manifest):
             return None
         delta = deltas.along(served.plan, served.manifest)
         self.deadline.check(f"decoding the deltas to {route.manifest.version}")
-        stage_s = watch.lap()
+        self.timeline.enter("verify")  # preparing it compares the state that it leads to with the digests
         commit: StagedCommit
         if mode == "swap":
             commit = DeltaSwapCommit(
@@ -114,14 +117,13 @@ class Stager:
             commit = DeltaCommit(plan, route.manifest, delta, checksum=self.checksum, tick=self.tick)
         commit.prepare(self.deadline)
         done: CommitMode = "swap" if mode == "swap" else "delta"
-        return Prepared(route.manifest, plan, commit, done, deltas.nbytes, stage_s, watch.lap())
+        return Prepared(route.manifest, plan, commit, done, deltas.nbytes)
 
     def _from_full(self, route: Route, plan: Plan, mode: CommitMode) -> Prepared:
-        watch = Stopwatch()
         manifest, full = route.manifest, route.full or route.manifest
         staging, nbytes = self._filled(full, full.transfers() if route.deltas else plan.entries)
         deltas = self._fetch(route.deltas)
-        stage_s = watch.lap()
+        self.timeline.enter("verify")
         verified = staging.verify(full, checksum=self.checksum, deadline=self.deadline)
         if full.boxes or not full.sealed:  # several publishers, or a stream: the digests of its tensors are known now
             manifest = full = flattened(full, verified.digests) if full.boxes else staging.seal(full, self.deadline)
@@ -130,7 +132,7 @@ class Stager:
             deltas.move(staging.arrays, route.manifest.version, self.deadline)
             wanted = Staging(plan.entries, {name: staging.arrays[name] for name in plan.entries})
             verified = wanted.verify(route.manifest, checksum=self.checksum, deadline=self.deadline)
-        verify_s = watch.lap()
+        self.timeline.enter("stage")
         done: CommitMode = "swap" if mode == "swap" else "copy"
         if done != mode:
             log.info(
@@ -138,11 +140,11 @@ class Stager:
                 version=full.version,
                 mode=done,
                 asked=mode,
-                why="there is no delta from what the model holds",
+                why=NO_DELTA,
             )
         commit = (SwapCommit if done == "swap" else CopyCommit)(plan, verified, self.buffers, tick=self.tick)
         commit.prepare(self.deadline)
-        return Prepared(manifest, plan, commit, done, nbytes + deltas.nbytes, stage_s + watch.lap(), verify_s)
+        return Prepared(manifest, plan, commit, done, nbytes + deltas.nbytes)
 
     def _filled(self, full: Manifest, entries: Mapping[str, TensorEntry]) -> tuple[Staging, int]:
         """Memory with these tensors of a full version in it, and how many bytes were fetched for it."""
@@ -156,13 +158,12 @@ class Stager:
 
     def _streamed(self, route: Route, plan: Plan, served: Served | None, *, whole: bool) -> Prepared:
         """A commit that will fetch the full version when it is applied. Only the deltas are fetched now."""
-        watch = Stopwatch()
         self.buffers.clear()  # whoever commits in place is short of memory
         stream = self._stream(route, plan)
         self.deadline.check(f"finding the way to {route.manifest.version}")
         back = (lambda: self._stream_back(served)) if served is not None else None
         commit = StreamedCommit(plan, stream, whole=whole, back=back)
-        return Prepared(route.manifest, plan, commit, "inplace", stream.nbytes, watch.lap())
+        return Prepared(route.manifest, plan, commit, "inplace", stream.nbytes)
 
     def _stream(self, route: Route, plan: Plan) -> Stream:
         full = route.full or route.manifest

@@ -8,14 +8,18 @@ which and the next all of them execute it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+if TYPE_CHECKING:  # this file is read by programs that import nothing else of ours
+    from weightcast.wire.manifest import Manifest
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 BEATS = 8
 
 
@@ -287,14 +291,55 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: tuple[str, str] | None = None
 
 
-class Vote(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has staged a version: the result of `Stage`. `nbytes` were fetched.
+class RankRead(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank read for one of its models, as the rank's own source describes it.
 
-    `roots` are the root digests of the versions that it took from live streams, which have none before their end.
+    `root_digest` is empty where the source has no digests. `rank` and `ranks` are those that the source records: None where
+    it records none. `tensors` are digests of the bytes as they were read, of tensors that were not compared with a manifest.
+    """
+
+    version: str
+    root_digest: str = ""
+    rank: int | None = None
+    ranks: int | None = None
+    tensors: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, manifest: Manifest, tensors: Mapping[str, str] | None = None) -> RankRead:
+        """A version as a source describes it, with the digests of bytes that were read without being compared."""
+        return cls(
+            version=manifest.version,
+            root_digest=manifest.root_digest or manifest.metadata.get("weightcast.root", ""),
+            rank=manifest.recorded("weightcast.rank"),
+            ranks=manifest.recorded("weightcast.ranks"),
+            tensors=dict(tensors or {}),
+        )
+
+    def differences(self, expected: RankRead, *, rank: int, ranks: int) -> list[str]:
+        """Why a rank must not serve this where `expected` is wanted; `rank` of `ranks` has read it."""
+        pairs = [
+            ("version", expected.version, self.version),
+            ("root digest", expected.root_digest or "none", self.root_digest or "none"),
+            ("rank", rank, rank if self.rank is None else self.rank),
+            ("number of ranks", ranks, ranks if self.ranks is None else self.ranks),
+        ]
+        pairs += [
+            (f"tensor {name}", expected.tensors[name], digest)
+            for name, digest in self.tensors.items()
+            if name in expected.tensors
+        ]
+        return [f"{what}: expected {wanted}, found {found}" for what, wanted, found in pairs if wanted != found]
+
+
+class Vote(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank has staged a version: the result of `Stage`. `nbytes` were fetched; `reads` are in the order of the feeds.
+
+    `verify_s` of the time it took went into comparing the digests of what was staged.
     """
 
     nbytes: int
-    roots: tuple[str, ...] = ()
+    reads: tuple[RankRead, ...]
+    verify_s: float = 0.0
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):

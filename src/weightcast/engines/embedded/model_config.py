@@ -101,7 +101,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         fields = json.loads(read_small(path, _FILE_LIMIT_NBYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not JSON: {error}.") from error
     if not isinstance(fields, dict):
         raise UnsupportedModel(f"{path} is not a JSON object.")

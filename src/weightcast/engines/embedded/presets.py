@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from weightcast.engines.embedded.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, tokenizer_files
 from weightcast.engines.embedded.checkpoint_dir import PART_NBYTES, write_checkpoint_dir
-from weightcast.errors import InvalidInput
+from weightcast.errors import InvalidInput, NotFound
+from weightcast.store.checkpoint import Checkpoint
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array
 
@@ -77,6 +78,34 @@ def init_checkpoint(
         files=companion_files(config),
         part_nbytes=part_nbytes,
     )
+
+
+def step_checkpoint(directory: str | Path, base_dir: str | Path, *, share: float = 0.01, seed: int = 0) -> int:
+    """Write a copy of a checkpoint in which a share of the weights differs, as after a training step.
+
+    The lowest bit of each chosen element is flipped, at least one per tensor that is not empty. Returns the bytes of all
+    tensors. `directory` must not exist, or be empty.
+    """
+    if not 0 <= share <= 1 or seed < 0:
+        raise InvalidInput(f"share {share} and seed {seed}: the share must be between 0 and 1, and the seed 0 or more.")
+    checkpoint = Checkpoint(Path(base_dir))
+    files = dict(checkpoint.files())
+    try:
+        config = json.loads(files.pop("config.json"))
+    except KeyError:
+        raise NotFound(f"{base_dir} holds no config.json: name the directory of a whole checkpoint.") from None
+    tensors = _stepped(checkpoint, share, seed)
+    return write_checkpoint_dir(Path(directory), config=config, tensors=tensors, files=files, part_nbytes=PART_NBYTES)
+
+
+def _stepped(checkpoint: Checkpoint, share: float, seed: int) -> Iterator[tuple[str, Array]]:
+    for index, (name, array) in enumerate(checkpoint.tensors()):
+        changed = array.copy()
+        count = min(array.size, max(1, round(array.size * share))) if share else 0
+        chosen = np.random.default_rng([seed, index]).choice(array.size, count, replace=False)
+        lowest = changed.reshape(-1).view(np.uint8).reshape(array.size, -1)[:, 0]  # little-endian: the lowest byte is first
+        lowest[chosen] ^= 1
+        yield name, changed
 
 
 def preset_config(preset: Preset, *, tied: bool, dtype: DtypeName) -> dict[str, Any]:

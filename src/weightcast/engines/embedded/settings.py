@@ -22,7 +22,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     as fit `cache_nbytes` over all ranks together. `max_length` bounds prompt and answer together; None is the model's own
     limit. `experts`: "sharded" gives each rank a part of them, "replicated" gives all to each.
 
-    `source` is where updates come from unless they say otherwise. `draft_names` are patterns of a version's tensors that
+    `source` is where updates come from unless they say otherwise. `state_dir` keeps the committed version and the pin beyond
+    this process. `draft_names` are patterns of a version's tensors that
     feed the draft model; without any, updates leave it as it is. `graphs`: how steps are captured (`ranks/graphs.py`).
     """
 
@@ -30,6 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_dir: str | None = None
     draft_names: tuple[str, ...] = ()
     source: str | None = None
+    state_dir: str | None = None
     graphs: Graphs = "off"
     ranks: int = 1
     device: Device = "cpu"

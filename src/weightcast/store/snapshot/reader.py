@@ -16,7 +16,7 @@ from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays
 from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
 from weightcast.tensors.flat import Array, Pieces
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import MAX_MANIFEST_NBYTES
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, RANK, RANKS, recorded_number
 from weightcast.wire.snapshot_manifest import SnapshotManifest, decode_snapshot_manifest
 
 log = logs.get(__name__)
@@ -24,7 +24,6 @@ log = logs.get(__name__)
 # Keys of the safetensors metadata. `parts` is checked if someone wrote it; our writer streams, does not know it, and puts
 # the name of its manifest instead: without that file the snapshot is not complete. `write` is different for every write.
 VERSION = "weightcast.version"
-RANK = "weightcast.rank"
 PART = "weightcast.part"
 PARTS = "weightcast.parts"
 MANIFEST = "weightcast.manifest"
@@ -45,14 +44,16 @@ class _OpenedFile:
 class Snapshot:
     """A snapshot whose files agree with each other, with what was asked for and with the manifest if there is one.
 
-    `version` is what the files record, None for foreign files. `specs` is in the order of reading. `algorithm` is None
-    and `digests` is empty where there is no manifest: such bytes cannot be proved.
+    `version`, `rank` and `ranks` are what the files record, None for files that do not. `specs` is in the
+    order of reading. `algorithm` is None and `digests` is empty where there is no manifest: such bytes cannot be proved.
     """
 
     def __init__(self, located: Located, files: Sequence[_OpenedFile], manifest: SnapshotManifest | None) -> None:
         self.located, self.manifest = located, manifest
         self._files = tuple(files)
         self.version: str | None = manifest.version if manifest else files[0].metadata.get(VERSION)
+        self.rank = manifest.rank if manifest else recorded_number(files[0].metadata, RANK)
+        self.ranks = manifest.ranks if manifest else recorded_number(files[0].metadata, RANKS)
         self.specs: dict[str, TensorSpec] = {name: spec for file in files for name, spec in file.specs.items()}
         self.algorithm: Algorithm | None = manifest.algorithm if manifest else None
         self.digests: dict[str, str] = {entry.name: entry.digest for entry in manifest.tensors} if manifest else {}
@@ -139,24 +140,24 @@ def _describe(located: LocatedFile, file: SnapshotFile, algorithm: Algorithm) ->
 
 def _disagreements(located: Located, files: Sequence[_OpenedFile]) -> Iterator[str]:
     """Where the files contradict each other or what was asked for."""
-    for key in (VERSION, WRITE):
+    for key, what in ((VERSION, "versions"), (WRITE, "writes"), (RANKS, "numbers of ranks")):
         said: dict[str | None, list[str]] = {}
         for file in files:
             said.setdefault(file.metadata.get(key), []).append(file.located.path.name)
         if len(said) > 1:
             groups = "; ".join(f"{value or 'none'} in {', '.join(names)}" for value, names in said.items())
-            yield f"the files are of different {'versions' if key == VERSION else 'writes'}: {groups}"
+            yield f"the files are of different {what}: {groups}"
     holders: dict[str, str] = {}
     for file in files:
         name, part = file.located.path.name, file.located.part
-        for key, what, expected in (
+        for key, claim, expected in (
             (RANK, "is of rank", located.rank),
             (PART, "is part", part),
             (PARTS, "belongs to a number of files of", len(located.files)),
         ):
             recorded = file.metadata.get(key)
             if recorded is not None and recorded != str(expected):
-                yield f"{name} says that it {what} {recorded}, not {expected}"
+                yield f"{name} says that it {claim} {recorded}, not {expected}"
         for tensor in file.specs:
             if holders.setdefault(tensor, name) != name:
                 yield f"tensor {tensor!r} is in {holders[tensor]} and in {name}"

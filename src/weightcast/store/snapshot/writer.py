@@ -15,11 +15,11 @@ from weightcast.store.files import make_dir, refusals, remove_file, rename, repl
 from weightcast.store.part_series import PartSeries
 from weightcast.store.safetensors_file import HEADER_ROOM, header_room_for
 from weightcast.store.snapshot.names import check_device_id, check_rank, manifest_name, parse, part_name, single_name
-from weightcast.store.snapshot.reader import MANIFEST, PART, RANK, VERSION, WRITE
+from weightcast.store.snapshot.reader import MANIFEST, PART, VERSION, WRITE
 from weightcast.store.writer import NamedTensors
 from weightcast.tensors.bridges import host_array, spec_of
 from weightcast.tensors.digest import DEFAULT, Algorithm
-from weightcast.wire.manifest import check_version_id
+from weightcast.wire.manifest import RANK, RANKS, check_version_id
 from weightcast.wire.snapshot_manifest import SnapshotManifest, encode_snapshot_manifest
 
 log = logs.get(__name__)
@@ -33,12 +33,15 @@ def write_snapshot(
     tensors: NamedTensors,
     *,
     rank: int,
+    ranks: int,
     device_id: str,
     version: str,
     part_nbytes: int | None,
     algorithm: Algorithm = DEFAULT,
 ) -> SnapshotManifest:
-    """Replace the snapshot of a rank and device id. Tensors from an iterator are written as they come and not kept.
+    """Replace the snapshot of rank `rank` of `ranks` and of a device id.
+
+    Tensors from an iterator are written as they come and not kept.
 
     Parts are numbered from 0 and closed when the next tensor would make them larger than `part_nbytes`; a tensor larger
     than that has a part of its own. None writes one file.
@@ -50,12 +53,15 @@ def write_snapshot(
     check_rank(rank)
     check_device_id(device_id)
     check_version_id(version)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks <= rank:
+        raise InvalidInput(f"rank {rank} of {ranks!r} ranks cannot be: give the number of ranks that the snapshots are for.")
     if part_nbytes is not None and part_nbytes <= 0:
         raise InvalidInput(f"part_nbytes must be a positive number of bytes or None, not {part_nbytes}.")
     begin_s = time.monotonic()
     make_dir(directory)
     sealed = manifest_name(rank, device_id)
-    recorded = {"format": "pt", VERSION: version, RANK: str(rank), MANIFEST: sealed, WRITE: secrets.token_hex(8)}
+    recorded = {"format": "pt", VERSION: version, RANK: str(rank), RANKS: str(ranks)}
+    recorded |= {MANIFEST: sealed, WRITE: secrets.token_hex(8)}
 
     def name_of(index: int) -> str:
         return single_name(rank, device_id) if part_nbytes is None else part_name(rank, device_id, index)
@@ -81,6 +87,7 @@ def write_snapshot(
             algorithm=algorithm,
             files=files,
             tensors=tuple(series.entries),
+            ranks=ranks,
         )
         _replace(directory, manifest)
     except BaseException:
@@ -94,6 +101,7 @@ def write_snapshot(
         "snapshot written",
         version=version,
         rank=rank,
+        ranks=ranks,
         device_id=device_id,
         files=len(files),
         nbytes=sum(part.nbytes for part in files),

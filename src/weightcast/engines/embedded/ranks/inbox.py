@@ -112,7 +112,7 @@ class Inbox:
             try:
                 answer = Acknowledged(rank=self.rank, id=number, result=msgspec.to_builtins(perform(command.action)))
             except WeightcastError as error:
-                log.warning("command failed", command=type(command.action).__name__, code=error.code, error=error)
+                log.debug("command failed", command=type(command.action).__name__, code=error.code, error=error)
                 answer = Acknowledged(rank=self.rank, id=number, error=(error.code, str(error)))
         self.executed = number
         self._acknowledged[number] = answer

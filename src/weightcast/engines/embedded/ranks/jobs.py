@@ -15,7 +15,7 @@ import zmq
 from weightcast import logs
 from weightcast.engines.embedded.messages import Report, front_end_address, job_identity
 from weightcast.engines.embedded.settings import RankSettings
-from weightcast.errors import WeightcastError
+from weightcast.errors import VersionDoesNotFit, WeightcastError
 
 log = logs.get(__name__)
 
@@ -66,8 +66,10 @@ class Jobs:
         report: Report
         try:
             report = Report(rank=self._rank, job=number, done=True, result=msgspec.to_builtins(work(progress)))
-        except WeightcastError as error:
-            log.warning("job failed", job=number, code=error.code, error=error)
+        except WeightcastError as error:  # the front end logs it, for all ranks
+            log.debug("job failed", job=number, code=error.code, error=error)
+            for problem in error.mismatches if isinstance(error, VersionDoesNotFit) else str(error).splitlines()[1:]:
+                log.debug("problem found", job=number, problem=str(problem).strip())
             report = Report(rank=self._rank, job=number, done=True, error=(error.code, str(error)))
         except Exception as error:
             log.exception("job crashed", job=number)

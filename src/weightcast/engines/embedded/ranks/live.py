@@ -80,6 +80,7 @@ class LiveWeights:
         deadline, began = Deadline.after(action.timeout_s, cancelled=cancelled), time.monotonic()
         coming: list[tuple[Part, Fetched]] = []
         staged: list[Part] = []
+        verify_s = 0.0
         try:
             for feed in action.feeds:  # a source may hang here, and must not keep a later update from its own
                 coming.append((self._parts[feed.part], self._parts[feed.part].fetch(feed, action, deadline, progress)))
@@ -89,7 +90,7 @@ class LiveWeights:
                 deadline.check(f"staging {action.update}")
                 self._drop_staged()
                 for part, fetched in coming:
-                    part.stage(fetched, deadline)
+                    verify_s += part.stage(fetched, deadline)
                     staged.append(part)
                 deadline.check(f"staging {action.update}")
                 self._staged = staged
@@ -105,10 +106,9 @@ class LiveWeights:
             raise
         if cancelled.is_set():  # it was, after the last look
             self.abandon(action.update)
-        roots = sorted({fetched.root for _, fetched in coming if fetched.root})
         nbytes = sum(fetched.version.nbytes for _, fetched in coming)
         log.info("vote cast", vote="yes", nbytes=nbytes, stage_ms=logs.ms(time.monotonic() - began))
-        return Vote(nbytes=nbytes, roots=tuple(roots))
+        return Vote(nbytes=nbytes, reads=tuple(fetched.read for _, fetched in coming), verify_s=verify_s)
 
     def abandon(self, update: str) -> None:
         """Stop staging, or drop what was staged."""

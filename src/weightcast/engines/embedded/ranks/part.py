@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
 from weightcast.clock import Deadline
-from weightcast.engines.embedded.messages import Feed, Stage
+from weightcast.engines.embedded.messages import Feed, RankRead, Stage
 from weightcast.engines.embedded.model.build import Model
 from weightcast.engines.embedded.model.held import shards_of, version_name
 from weightcast.engines.embedded.model.weights import declared_weights
-from weightcast.errors import CommitFailed, WrongState
+from weightcast.errors import CommitFailed, SourceFailed, WrongState
 from weightcast.tensors.bridges import torch_bridge
 from weightcast.tensors.digest import Algorithm, array_digest
-from weightcast.transports.base import MappedReceiver, Receiver
+from weightcast.transports.base import BoxReceiver, LandingReceiver, Receiver
+from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.kept import KeptReceiver
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.decoding import decode
@@ -38,7 +39,7 @@ Mode = Literal["auto", "copy", "swap", "inplace", "delta"]
 class Fetched:
     """This rank's slices of a version, verified, and what has to be closed after it.
 
-    `root` is the root digest of the whole version if that was not known before it was fetched.
+    `began` is when the fetch did, by `time.monotonic`. `read` is what the rank's vote says.
     """
 
     version: ShardVersion
@@ -46,8 +47,8 @@ class Fetched:
     commit: Mode
     release: Callable[[], None]
     proved: bool
-    stage_s: float
-    root: str = ""
+    began: float
+    read: RankRead
 
     def close(self) -> None:
         """Let go of the slices, and of the source if it is still open for them."""
@@ -73,10 +74,15 @@ def _way(held: HeldVersion | None, manifest: Manifest, asked: Mode) -> Mode:
     return "delta" if asked == "inplace" and ours else asked
 
 
-def _ask_again(manifest: Manifest, deadline: Deadline, receiver: Receiver) -> None:
-    """See whether the other end of a connection that was kept is still there; other sources are found out by reading."""
-    if isinstance(receiver, MappedReceiver):
-        receiver.manifest(manifest.version, deadline=deadline)
+def _own_manifest(manifest: Manifest, deadline: Deadline, receiver: Receiver) -> Manifest:
+    """The version as this rank's own source describes it now. It may be another than the one that the front end saw.
+
+    Sources that are asked for bytes by their root digest refuse any other. A checkpoint would be read whole to describe it:
+    its bytes are compared with the front end's manifest instead, always.
+    """
+    if isinstance(receiver, BoxReceiver | LandingReceiver | CheckpointReceiver):
+        return manifest
+    return receiver.manifest(manifest.version, deadline=deadline)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -100,9 +106,9 @@ class Part:
         names: Sequence[str] = (),
     ) -> None:
         self.name = name
-        self._model, self._rank, self._names = model, rank, names
+        self._model, self._rank, self._ranks, self._names = model, rank, ranks, names
         self._buffers = Buffers()
-        self._live = LiveModel(model, rank=rank, ranks=ranks, device=device, tick=tick, buffers=self._buffers)
+        self._live = LiveModel(model, rank=rank, device=device, tick=tick, buffers=self._buffers)
         self._kept = KeptReceiver()
         self._coming: _Coming | None = None
         self._before: HeldVersion | None = None
@@ -137,34 +143,50 @@ class Part:
         manifest = decode(feed.manifest, Manifest)
         others = [name for name in manifest.by_name() if feed.names and not _matches(name, feed.names)]
         shards = shards_of(self._model, names=feed.names, ignore=(*feed.ignore, *others))
-        use, _ = self._kept.open(feed.source, rank=self._rank, ask=partial(_ask_again, manifest, deadline))
+        ask = partial(_own_manifest, manifest, deadline)
+        use, own = self._kept.open(feed.source, rank=self._rank, ask=ask)
         with ExitStack() as opened:
             receiver = opened.enter_context(use)
+            self._check_own(manifest, own, feed.source)
+            checksum = action.verify_checksum or isinstance(receiver, CheckpointReceiver)
             restore = None
             if action.commit == "inplace" and held is not None and held.source != feed.source:
                 restore = opened.enter_context(closing(open_receiver(held.source, rank=self._rank)))
             version = cut(
                 receiver, manifest, shards,
-                held=held, mode=_way(held, manifest, action.commit), checksum=action.verify_checksum, deadline=deadline,
+                held=held, mode=_way(held, manifest, action.commit), checksum=checksum, deadline=deadline,
                 progress=progress, buffers=self._buffers, restore=restore,
             )  # fmt: skip
+            if not checksum and manifest.sealed:  # no digest tells whether the source was replaced while it was read
+                self._check_own(manifest, ask(receiver), feed.source)
             later = ExitStack()
             if action.commit == "inplace":  # the slices are streamed from there when they are committed, and not before
                 opened.callback(use.drop)
                 later = opened.pop_all()
-        root = "" if manifest.sealed else version.full.root_digest
-        seconds = time.monotonic() - began
-        return Fetched(version, feed.source, action.commit, later.close, action.verify_checksum, seconds, root)
+        read = RankRead.of(own if manifest.sealed else version.full, version.unproved)
+        proved = checksum or (version.unchanged and held is not None and held.proved)
+        return Fetched(version, feed.source, action.commit, later.close, proved, began, read)
 
-    def stage(self, fetched: Fetched, deadline: Deadline) -> None:
-        """Make everything ready for `enter`, beside the live model."""
-        began, version = time.monotonic(), fetched.version
+    def _check_own(self, manifest: Manifest, own: Manifest, source: str) -> None:
+        """Raise `SourceFailed` if this rank's source has another version than the one that is wanted."""
+        problems = RankRead.of(own).differences(RankRead.of(manifest), rank=self._rank, ranks=self._ranks)
+        if problems:
+            raise SourceFailed(
+                f"rank {self._rank} finds something else at {source} than {manifest.version} as the front end saw it: "
+                f"{'; '.join(problems)}. Nothing was changed."
+            )
+
+    def stage(self, fetched: Fetched, deadline: Deadline) -> float:
+        """Make everything ready for `enter`, beside the live model. Gives the seconds that comparing digests took."""
+        version, fetch_s = fetched.version, time.monotonic() - fetched.began
         asked: CommitMode = "copy" if fetched.commit == "auto" else fetched.commit
-        mode: CommitMode = "delta" if version.by_delta and asked != "swap" else asked
+        mode: CommitMode = "delta" if version.by_delta and (asked != "swap" or version.unchanged) else asked
         # Always verified: the slices have digests of their own.
         staged = self._live.stage(version.shard.version, source=version, commit=mode, deadline=deadline)
-        fetched.stage_s += time.monotonic() - began
+        staged.timeline.attribute(fetch_s, to="stage")
+        staged.nbytes, staged.source = version.nbytes, fetched.source
         self._coming = _Coming(fetched, staged)
+        return staged.verify_s
 
     def abandon(self) -> None:
         """Drop what was staged. Safe if nothing was."""
@@ -199,7 +221,6 @@ class Part:
                 HeldVersion(version.full, version.shard, coming.fetched.source, proved=coming.fetched.proved),
             )
             self._drop()
-            result = replace(result, bytes=version.nbytes, stage_s=coming.fetched.stage_s, source=coming.fetched.source)
         return result
 
     def revert(self) -> None:

@@ -64,10 +64,12 @@ def main() -> None:
     with zmq.Context() as context, Pulse(settings, vitals, context), Inbox(settings) as inbox:
         try:
             serve(settings, inbox, vitals, context)
-        except Exception as error:
-            log.exception("rank failed", error=error)
+        except Exception as error:  # noqa: BLE001 - any error is sent to the front end
+            known = isinstance(error, WeightcastError)
+            if not known:
+                log.error("rank failed", trace=error, error=error)
             code = error.code if isinstance(error, WeightcastError) else "replica_failed"
-            message = str(error) if isinstance(error, WeightcastError) else f"{type(error).__name__}: {error}"
+            message = str(error) if known else f"{type(error).__name__}: {error}"
             inbox.send(Failed(rank=settings.rank, code=code, message=message))
             inbox.close()
             os._exit(1)  # peers may be gone, and leaving groups or contexts in order would wait for them

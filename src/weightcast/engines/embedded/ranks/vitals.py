@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,7 @@ import zmq
 
 from weightcast import logs
 from weightcast.engines.embedded.messages import BEATS, Heartbeat, beat_identity, front_end_address
+from weightcast.engines.embedded.replica.run_dir import remove_abandoned
 from weightcast.engines.embedded.settings import RankSettings
 
 log = logs.get(__name__)
@@ -30,7 +32,8 @@ class Vitals:
 
 
 class Pulse:
-    """A thread that sends heartbeats and ends the process when its parent is gone. A context manager.
+    """A thread that sends heartbeats and ends the process when its parent is gone, with the directory that the parent left.
+    A context manager.
 
     It has a socket of its own, so that a main loop that hangs cannot keep it from telling.
     """
@@ -55,14 +58,19 @@ class Pulse:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, BEATS)  # beats that nobody takes are worth nothing later
             socket.connect(front_end_address(self._settings.run_dir))
+            taken = True
             while True:
                 beat = Heartbeat(rank=rank, progress=self._vitals.progress, busy=self._vitals.busy)
                 try:
                     socket.send(encoder.encode(beat), zmq.NOBLOCK)
+                    taken = True
                 except zmq.Again:
-                    log.warning("heartbeats not taken")
+                    if taken:
+                        log.warning("heartbeats not taken")
+                    taken = False
                 if self._stop.wait(self._settings.engine.heartbeat_s / BEATS):
                     return
                 if os.getppid() != self._settings.parent_pid:
                     log.error("front end lost", pid=self._settings.parent_pid)
+                    remove_abandoned(Path(self._settings.run_dir))
                     os._exit(1)  # the main thread may hang in a collective and would never see an exception

@@ -54,6 +54,7 @@ class Inspection:
             asleep=tuple(sorted(self._pausing.asleep)),
             update=self._updates.running,
             ranks=self._ranks,
+            pin=self._updates.pin,
         )
 
     async def look(self) -> None:
@@ -92,16 +93,36 @@ class Inspection:
         if updates.previous is None:
             raise NotFound("there is no version to go back to: nothing was updated, or it was rolled back already.")
         async with self._pausing.turn("roll back", timeout_s) as deadline:
+            to, run = updates.previous, self._host.run
+            pin = updates.rollback_pin(to)
+            updates.save(to, pin)  # before: if this process dies now, what the operator wanted is kept
             try:
-                await self._host.run.commands.execute(Rollback(), deadline.remaining())
-            except NotFound:
-                raise
+                await run.commands.execute(Rollback(), deadline.remaining())
             except WeightcastError as error:
-                self._host.fail(f"the rollback failed: {error}")
+                updates.save_again()
+                if not isinstance(error, NotFound):
+                    self._host.fail(f"the rollback failed: {error}")
                 raise
-            updates.served, updates.previous = updates.previous, None
-            log.info("replica rolled back", version=updates.served.version)
+            updates.adopt(to, pin, why="there is no source to follow")
+            updates.previous = None
+            log.info("replica rolled back", version=to.version)
             self._host.rest()
+
+    async def resume_following(self, timeout_s: float) -> None:
+        """Remove the pin."""
+        async with self._pausing.turn("resume following", timeout_s):  # not between a commit and what is written of it
+            if self._updates.served is not None:
+                self._updates.decide(self._updates.served, None, why="following was resumed")
+
+    async def ends_pin(self, version: str) -> bool:
+        """Whether a version of the default source is newer than what the pin moved away from. True without a pin."""
+        pin, source = self._updates.pin, self._host.settings.source
+        if pin is None or source is None:
+            return True
+        self._updates.newest = await find_version(
+            source, version, verify_checksum=False, deadline=Deadline.after(_LOOK_S)
+        )  # fmt: skip
+        return pin.ends_with(self._updates.newest)
 
     async def newest(self) -> str:
         """The newest version of the default source."""

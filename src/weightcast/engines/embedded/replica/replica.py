@@ -20,7 +20,7 @@ from weightcast.engines.embedded.replica.gate import Gate, check_types
 from weightcast.engines.embedded.replica.inspection import Inspection
 from weightcast.engines.embedded.replica.pausing import Pausing
 from weightcast.engines.embedded.replica.run import Run
-from weightcast.engines.embedded.replica.served import check_config, config_digest, find_checkpoint
+from weightcast.engines.embedded.replica.served import StateDir, check_config, config_digest, find_checkpoint
 from weightcast.engines.embedded.replica.status import Limits, ReplicaStatus
 from weightcast.engines.embedded.replica.surface import LiveSurface
 from weightcast.engines.embedded.replica.updates import Updates
@@ -194,16 +194,40 @@ class Replica(LiveSurface):
         self.turn(ReplicaState.STARTING, f"reading {settings.model_dir}")
         deadline = Deadline.after(settings.start_timeout_s)
         self._config_digest = config_digest(Path(settings.model_dir))
-        self._updates.served = await find_checkpoint(settings.model_dir, deadline)
+        restored = self._restore_state()
+        if not restored:
+            self._updates.served = await find_checkpoint(settings.model_dir, deadline)
         if settings.draft_dir is not None:
             self._updates.draft = await find_checkpoint(settings.draft_dir, deadline)
-        self.turn(ReplicaState.STARTING, f"starting {settings.ranks} rank(s) at version {self._updates.served.version}")
+        self.turn(ReplicaState.STARTING, f"starting {settings.ranks} rank(s) at version {self.status.version}")
         try:
             await self._start_ranks()
-        except BaseException:
+        except BaseException as error:
+            if restored and self._stays_unloaded(error):
+                return
             if self._run is not None:
                 await self._run.end()
             raise
+
+    def _restore_state(self) -> bool:
+        """Take over the version and the pin that a front end before this one left in the state directory."""
+        settings, updates = self.settings, self._updates
+        if settings.state_dir is None:
+            return False
+        updates.state = StateDir(Path(settings.state_dir), config=self._config_digest, follows=settings.source or "")
+        found = updates.state.read()
+        if found is not None:
+            updates.served, updates.pin = found
+        return found is not None
+
+    def _stays_unloaded(self, error: BaseException) -> bool:
+        """Serve nothing, and try again, if the ranks run and the committed version cannot be loaded into them."""
+        alive = self._run is not None and self._run.alive
+        if not alive or not isinstance(error, Exception) or isinstance(error, ReplicaFailed):
+            return False
+        self._unloaded = True
+        self.fail(f"version {self.status.version} could not be loaded again: {error}")
+        return True
 
     async def _start_ranks(self) -> None:
         """Start all ranks and bring them to the committed version, as awake and as paused as they were."""
@@ -258,7 +282,7 @@ class Replica(LiveSurface):
     async def _restart(self) -> bool:
         """Try once, after the delay that is due. Says whether the ranks run again: with weights, or FAILED without."""
         delay_s = self._backoff.next_s()
-        log.warning("replica restarting", version=self.status.version, delay_s=round(delay_s, 1), why=self._reason)
+        log.warning("replica restarting", version=self.status.version, delay_s=round(delay_s, 1))
         await asyncio.sleep(delay_s)
         try:
             check_config(Path(self.settings.model_dir), self._config_digest)
@@ -270,14 +294,13 @@ class Replica(LiveSurface):
             if not isinstance(error, WeightcastError):
                 log.exception("restart crashed")  # to give up would be worse, whatever it is
                 reason = f"the restart failed: {type(error).__name__}: {error}"
-            alive = self._run is not None and self._run.alive
-            if alive and not isinstance(error, ReplicaFailed):
-                self._unloaded = True
-                self.fail(f"version {self.status.version} could not be loaded again: {error}")
-            elif self._run is not None:
+            if self._stays_unloaded(error):
+                return self._state is ReplicaState.FAILED
+            if self._run is not None:
                 await self._run.end()
                 self.turn(ReplicaState.RESTARTING if mended else ReplicaState.FAILED, reason)
-            return alive and self._state is ReplicaState.FAILED
+                log.warning("restart failed", version=self.status.version, error=logs.summary(reason))
+            return False
         return True
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
@@ -348,6 +371,8 @@ class Replica(LiveSurface):
                 await self._run.stop()
         finally:
             self.answers.end_all("abort", _SHUTTING_DOWN)
+            if self._updates.state is not None:
+                self._updates.state.close()
             for timer in self._drains:
                 timer.cancel()
             self.turn(ReplicaState.CLOSED, "closed")

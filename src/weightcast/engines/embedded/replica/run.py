@@ -6,6 +6,7 @@ Nothing is shared between two starts: each has its own directory, socket and cou
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from weightcast.engines.embedded.replica.job_board import JobBoard
 from weightcast.engines.embedded.replica.processes import RankProcess, wait_all
 from weightcast.engines.embedded.replica.run_dir import RunDir
 from weightcast.engines.embedded.replica.status import Limits
+from weightcast.engines.embedded.replica.verdicts import named_ranks
 from weightcast.engines.embedded.replica.vitals import PATIENCE, TICKS, Attention, Vitals
 from weightcast.engines.embedded.settings import EngineSettings, RankSettings
 from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
@@ -271,7 +273,13 @@ class Run:
         if self._ending or self.failed.done():
             return
         pids = {process.rank: process.pid for process in self._processes}
-        problems = [f"rank {rank} (pid {pids.get(rank)}) {problem}" for rank, problem in sorted(self._problems.items())]
+        said: dict[str, list[int]] = {}
+        for rank, problem in sorted(self._problems.items()):
+            said.setdefault(problem, []).append(rank)
+        problems = [
+            f"{named_ranks(ranks)} {problem}" if len(ranks) > 1 else f"rank {ranks[0]} (pid {pids.get(ranks[0])}) {problem}"
+            for problem, ranks in said.items()
+        ]
         self._lose(ReplicaFailed("; ".join(problems).rstrip(".") + "."))
 
     def _crash(self, error: Exception) -> None:
@@ -289,7 +297,8 @@ class Run:
         self.commands.fail(error)
         self.board.fail(error)
         ended = self._answers.end_all("error", str(error))
-        log.error("rank lost", ranks=sorted(self._problems), requests=ended, error=error)
+        level = logging.ERROR if self._all_ready.done() else logging.DEBUG  # the caller of a start logs why it failed
+        log.at(level, "rank lost", ranks=sorted(self._problems), requests=ended, error=error)
 
     def _guard(self, act: Callable[..., None], *arguments: object) -> None:
         """Run a callback of the event loop, where an exception would be lost."""

@@ -15,25 +15,26 @@ from weightcast.errors import InvalidInput, StorageFailed
 
 log = logs.get(__name__)
 
-_PREFIX = "weightcast-run-"
+_PREFIX, _NEW = "weightcast-run-", "weightcast-new-"
 _SOCKET_PATH_NBYTES = 107
-_YOUNG_S = 60.0  # a directory this young may be between being made and being locked
+_YOUNG_S = 60.0  # a new directory this young may be between being made and being locked
 
 
 class RunDir:
     """A new directory, mode 0700, under the system's temporary one. `remove` is safe twice.
 
-    It is locked while this process lives: directories that nobody locks were left by front ends that were killed, and the
-    next one removes them.
+    It gets its name when it is locked, and stays locked while this process lives. So a directory of that name without a lock
+    was left by a front end that was killed: the ranks remove it when they see that, or else the next start does.
     """
 
     def __init__(self) -> None:
         root = Path(tempfile.gettempdir())
         _remove_stale(root)
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            made = Path(tempfile.mkdtemp(prefix=_NEW, dir=root))
+            self._lock: int | None = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = made.rename(made.with_name(made.name.replace(_NEW, _PREFIX, 1)))
         except OSError as error:
             raise StorageFailed("make the directory of a replica in", root, error) from error
         socket = os.fsencode(front_end_address(self.path).removeprefix("ipc://"))
@@ -54,19 +55,29 @@ class RunDir:
 
 
 def _remove_stale(root: Path) -> None:
-    for path in root.glob(f"{_PREFIX}*"):
+    for path in (*root.glob(f"{_PREFIX}*"), *root.glob(f"{_NEW}*")):
         try:
-            found = path.lstat()
-            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _YOUNG_S:
+            if path.name.startswith(_NEW) and time.time() - path.lstat().st_mtime < _YOUNG_S:
                 continue
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # somebody else's, or gone by now
+        except OSError:  # gone by now
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            log.info("directory removed", path=path, why="left by a front end that was killed")
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)
+        remove_abandoned(path)
+
+
+def remove_abandoned(path: Path) -> bool:
+    """Remove the directory of a front end of this user that is dead, which the lock proves. True if it was removed here."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # somebody else's, or gone by now
+        return False
+    try:
+        if os.fstat(lock).st_uid != os.getuid():
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:  # its owner lives, or somebody else removes it
+        return False
+    finally:
+        os.close(lock)
+    log.info("directory removed", path=path, why="left by a front end that was killed")
+    return True

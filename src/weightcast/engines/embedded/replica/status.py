@@ -29,8 +29,8 @@ class ReplicaStatus:
     @property
     def healthy(self) -> bool:
         """Whether a router should send requests here."""
-        serves = self.state not in UPDATING or TABLE[self.resting].healthy
-        return TABLE[self.state].healthy and serves and not self.paused
+        state = self.resting if self.state in UPDATING else self.state  # what is served meanwhile
+        return TABLE[state].healthy and not self.paused
 
 
 @dataclass(frozen=True)

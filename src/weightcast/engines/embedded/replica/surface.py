@@ -89,6 +89,15 @@ class LiveSurface:
         await self._inspection.rollback(timeout_s)
         return await self.look_at_weights()
 
+    async def resume_following(self, *, timeout_s: float) -> WeightsStatus:
+        """Remove the pin."""
+        await self._inspection.resume_following(timeout_s)
+        return self.weights
+
+    async def ends_pin(self, version: str) -> bool:
+        """Whether a version is newer than what the pin moved away from."""
+        return await self._inspection.ends_pin(version)
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False, timeout_s: float) -> None:
         """Stop computing."""
         await self._pausing.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)

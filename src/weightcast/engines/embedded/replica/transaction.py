@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from weightcast.engines.embedded.messages import Abandon, Commit, Committed, Fee
 from weightcast.engines.embedded.replica.job_board import Progress
 from weightcast.engines.embedded.replica.run import Run
 from weightcast.errors import CommitFailed, DeadlineExceeded, ReplicaFailed, WeightcastError
+from weightcast.worker.result import Timeline
 
 log = logs.get(__name__)
 
@@ -35,10 +35,14 @@ class Wanted:
 
 
 class Transaction:
-    """One update over one start of the ranks. Call `stage`, then `commit`; `abandon` in between takes it back."""
+    """One update over one start of the ranks. Call `stage`, then `commit`; `abandon` in between takes it back.
 
-    def __init__(self, run: Run, update: str, wanted: Wanted, deadline: Deadline) -> None:
+    `timeline` records the phases. Afterwards it is in the phase "wait" or "settle".
+    """
+
+    def __init__(self, run: Run, update: str, wanted: Wanted, deadline: Deadline, timeline: Timeline) -> None:
         self._run, self._update, self._wanted, self._deadline = run, update, wanted, deadline
+        self.timeline = timeline
 
     async def stage(self, progress: Progress | None = None) -> list[Vote]:
         """Returns when every rank has voted yes. Raises, with everything abandoned, when one has not."""
@@ -51,10 +55,14 @@ class Transaction:
             timeout_s=self._deadline.remaining(),
             afresh=wanted.afresh,
         )
+        self.timeline.enter("stage")
         try:
             job = await self._run.commands.begin(action, self._deadline.remaining())
-            votes = await self._run.board.wait(job, f"staging {wanted.version}", self._deadline, progress)
-            return [msgspec.convert(vote, Vote) for vote in votes]
+            results = await self._run.board.wait(job, f"staging {wanted.version}", self._deadline, progress)
+            votes = [msgspec.convert(vote, Vote) for vote in results]
+            self.timeline.enter("wait")
+            self.timeline.attribute(max(vote.verify_s for vote in votes), of="stage", to="verify")
+            return votes
         except BaseException:
             await self.abandon()
             raise
@@ -72,26 +80,27 @@ class Transaction:
         some are torn: `DescribeWeights` tells.
 
         `decided` is called when all ranks have proved the new version and none has shown it to anybody: from there on it is
-        the one that counts, and that ranks which are lost are brought back to.
+        the one that counts, and that ranks which are lost are brought back to. If it raises, all ranks go back.
         """
         wanted = self._wanted
         action = Commit(update=self._update, clear_cache=wanted.clear_cache, release_cache=wanted.release_cache)
         patience_s = COMMAND_S + (self._deadline.remaining() if wanted.commit == "inplace" else 0.0)
+        self.timeline.enter("commit")
         try:
             job, answers = await self._run.commands.run(action, patience_s)
         except DeadlineExceeded as error:
             raise self._run.give_up(f"is stuck in a commit: {error}") from error
         committed = [msgspec.convert(answer, Committed) for answer in answers]
-        began = time.monotonic()
+        self.timeline.enter("proof")
         try:
             await self._run.board.wait(job, f"proving {wanted.version}", Deadline.after(COMMAND_S))
             self._check_versions(committed)
+            self.timeline.enter("settle")
+            decided()
         except ReplicaFailed:
             raise
         except WeightcastError as error:
-            await self._revert(error)
-        proof_s = time.monotonic() - began
-        decided()
+            raise await self._revert(error) from error
         try:
             results = await self._run.commands.execute(Settle(update=self._update), COMMAND_S)
         except ReplicaFailed:
@@ -99,7 +108,7 @@ class Transaction:
         except WeightcastError as error:  # others have settled, and cannot go back
             raise self._run.give_up(f"could not settle {wanted.version}: {error}") from error
         return [
-            result | msgspec.to_builtins(one) | {"proof_s": proof_s, "release_cache": wanted.release_cache}
+            result | msgspec.to_builtins(one) | {"release_cache": wanted.release_cache}
             for result, one in zip(results, committed, strict=True)
         ]
 
@@ -108,11 +117,11 @@ class Transaction:
         if others:
             raise CommitFailed(f"{self._wanted.version} was committed, and ranks report other versions: {others}.")
 
-    async def _revert(self, cause: WeightcastError) -> None:
-        reason = f"the weights of version {self._wanted.version} could not be proved, and their tokens were dropped: {cause}"
+    async def _revert(self, cause: WeightcastError) -> CommitFailed:
+        reason = f"version {self._wanted.version} was not committed, and its tokens were dropped: {cause}"
         try:
             await self._run.commands.execute(Revert(update=self._update, reason=reason), COMMAND_S)
         except DeadlineExceeded as error:
             raise self._run.give_up(f"does not go back: {error}") from error
         log.warning("update undone", version=self._wanted.version, error=cause)
-        raise CommitFailed(f"{reason} All ranks went back.") from cause
+        return CommitFailed(f"{reason} All ranks went back.")

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.engines.base import Failure, UpdateRequest, UpdateStatus
+from weightcast.engines.base import Failure, Pin, UpdateRequest, UpdateStatus
 from weightcast.engines.embedded.messages import DescribeWeights, Feed, Vote
 from weightcast.engines.embedded.replica.host import Host
+from weightcast.engines.embedded.replica.job_board import Progress
 from weightcast.engines.embedded.replica.pausing import Pausing
-from weightcast.engines.embedded.replica.served import Served, find_version, read_by, sealed, tell_source
+from weightcast.engines.embedded.replica.served import (
+    Served,
+    StateDir,
+    check_reads,
+    find_version,
+    read_by,
+    sealed,
+    tell_source,
+)
 from weightcast.engines.embedded.replica.transaction import COMMAND_S, Transaction, Wanted
 from weightcast.engines.states import TABLE, UPDATING, Operation, ReplicaState
 from weightcast.errors import (
     InvalidInput,
     NotFound,
     ReplicaFailed,
+    StorageFailed,
     UpdateCancelled,
     UpdateFailed,
     WeightcastError,
     WrongState,
 )
-from weightcast.worker.result import UpdateResult
+from weightcast.wire.manifest import Manifest
+from weightcast.worker.result import Timeline, UpdateResult
 
 log = logs.get(__name__)
 
 _REMEMBERED = 64  # updates
+_NEWEST_S = 5.0  # for the default source to tell its newest version, beside an update that names one
+_NO_SEQUENCE = 1 << 62  # above that of any version
 
 
 @dataclass
@@ -46,12 +60,15 @@ class _Entry:
     stop: threading.Event = field(default_factory=threading.Event)
     task: asyncio.Task[None] | None = None
     failure: WeightcastError | None = None
+    retried: bool = False  # by the follower, after a failure that was logged
 
 
 class Updates:
     """`served` is the committed version: what the ranks hold, or, if they are lost or torn, what they are brought back to.
 
-    `draft` is the start version of the draft model, which versions replace only where its names are declared.
+    `draft` is the start version of the draft model, which versions replace only where its names are declared. `pin` is what
+    an operator chose, and `state` where both are kept beyond this process. `newest` is the newest version of the default
+    source, when it was asked last.
     """
 
     def __init__(self, host: Host, pausing: Pausing) -> None:
@@ -62,7 +79,11 @@ class Updates:
         self.served: Served | None = None
         self.previous: Served | None = None
         self.draft: Served | None = None
+        self.pin: Pin | None = None
+        self.state: StateDir | None = None
+        self.newest: Manifest | None = None
         self.on_ended: Callable[[UpdateStatus], None] | None = None
+        self._failed: tuple[str, str] | None = None  # the version of the last update and the code of its error, if it failed
 
     @property
     def running(self) -> str | None:
@@ -84,7 +105,7 @@ class Updates:
             )
         source = read_by(source, request.transfer_mode)
         if known is not None and source != known.source:
-            known = Served(known.manifest, source, known.proved, known.draft)
+            known = replace(known, source=source, since=time.time())
         entry = _Entry(
             UpdateStatus(id=uuid.uuid4().hex, request=request, version=request.version or "", source=source), known
         )
@@ -93,10 +114,11 @@ class Updates:
             self._book.popitem(last=False)
         resting = self._host.resting
         self._host.turn(ReplicaState.STAGING, f"staging {request.version or 'the newest version'} from {source}")
+        entry.retried = self._failed is not None and self._failed[0] == request.version and not logs.ids().get("request_id")
         with logs.bound(update_id=entry.status.id):
-            log.info(
-                "update received", version=request.version, source=source, commit=request.commit, pause=request.pause,
-                timeout_s=request.timeout_s, recover=recover,
+            log.at(
+                logging.DEBUG if entry.retried else logging.INFO, "update received", version=request.version, source=source,
+                commit=request.commit, pause=request.pause, timeout_s=request.timeout_s, recover=recover,
             )  # fmt: skip
             entry.task = asyncio.create_task(self._update(entry, resting), name=f"update-{entry.status.id}")
         return entry.status
@@ -145,33 +167,27 @@ class Updates:
         status = entry.status
         try:
             await self._to_version(entry, resting)
-            status.phase = "done"
         except asyncio.CancelledError:
             entry.failure = UpdateCancelled(f"the update to {status.version or 'the newest version'} was cancelled.")
-            status.phase = "cancelled"
-        except UpdateCancelled as error:
-            entry.failure, status.phase = error, "cancelled"
         except WeightcastError as error:
-            entry.failure, status.phase = error, "failed"
+            entry.failure = error
         except Exception as error:
             log.exception("update crashed")
             entry.failure = UpdateFailed(f"the update failed: {type(error).__name__}: {error}")
-            status.phase = "failed"
         finally:
             await self._come_to_rest(entry)
 
     async def _come_to_rest(self, entry: _Entry) -> None:
-        status, self._current = entry.status, None
-        status.ended = time.time()
-        if entry.failure is not None:
-            status.error = Failure(entry.failure.code, str(entry.failure))
-            failure, ms = status.error, logs.ms(status.ended - status.began)
-            if status.phase == "cancelled":
-                log.info("update cancelled", version=status.version, ms=ms)
-            else:
-                log.warning("update failed", version=status.version, code=failure.code, error=failure.message, ms=ms)
+        """End an update: set the state by what the ranks hold, and log the outcome with its times."""
+        status, failure, self._current = entry.status, entry.failure, None
+        if failure is not None:
+            status.error = Failure(failure.code, str(failure))
         if self._host.state in UPDATING:
             await self._look_at_ranks(status)
+        status.end("done" if failure is None else "cancelled" if isinstance(failure, UpdateCancelled) else "failed")
+        failed = (status.version, status.error.code) if status.phase == "failed" and status.error is not None else None
+        _tell(status, again=entry.retried and failed == self._failed)
+        self._failed = failed
         if self.on_ended is not None:
             self.on_ended(status)
 
@@ -194,7 +210,7 @@ class Updates:
     async def _to_version(self, entry: _Entry, resting: ReplicaState) -> None:
         status, request = entry.status, entry.status.request
         deadline = Deadline.after(request.timeout_s, cancelled=entry.stop)
-        checksum = request.verify_checksum
+        checksum = request.verify_checksum and (entry.wanted is None or entry.wanted.proved)
         run = self._host.run  # if these ranks are lost, so is the update: those after them are brought back meanwhile
         if entry.wanted is not None:
             coming = entry.wanted
@@ -208,66 +224,70 @@ class Updates:
                 )
         status.version = coming.version
         status.phase = "staging"
+        pin = self.pin if entry.wanted is not None else await self._choose_pin(request, coming, deadline)
         sound = resting in (ReplicaState.READY, ReplicaState.SLEEPING)
         if sound and self.served is not None and self.served.is_the(coming.manifest):
+            self.decide(self.served, pin)
             status.result = [_nothing_moved(coming, rank) for rank in range(self._host.settings.ranks)]
-            log.info("update not needed", version=coming.version)
             return
+        served = self.served if sound else None
+        renamed = served is not None and served.is_state_of(coming.manifest) and served.draft == coming.draft
+        if renamed:  # what was proved stays proved, and no cache is of other weights
+            coming = replace(coming, proved=True)
         wanted = Wanted(
             feeds=self._feeds(coming, whole=not sound),
             version=coming.version,
             commit=request.commit,
-            verify_checksum=checksum,
-            clear_cache=request.clear_cache,
-            release_cache=request.release_cache,
+            verify_checksum=checksum or renamed,
+            clear_cache=request.clear_cache and not renamed,
+            release_cache=request.release_cache and not renamed,
             afresh=not sound,
         )
-        transaction = Transaction(run, status.id, wanted, deadline)
+        transaction = Transaction(run, status.id, wanted, deadline, status.timeline)
 
         def progress(nbytes: int, total: int) -> None:
             status.nbytes, status.total = nbytes, total
 
-        began = time.monotonic()
-        votes = await transaction.stage(progress)
-        if not coming.manifest.sealed:
-            coming = await self._sealed(coming, votes, transaction, deadline)
+        votes, coming = await self._staged(transaction, coming, deadline, progress, whole=not sound)
         status.phase = "staged"
         status.nbytes = status.total
-        stage_ms, nbytes = logs.ms(time.monotonic() - began), sum(vote.nbytes for vote in votes)
+        nbytes, stage_ms = sum(vote.nbytes for vote in votes), status.timeline.as_ms()["stage_ms"]
         log.info("update staged", version=coming.version, votes=len(votes), nbytes=nbytes, stage_ms=stage_ms)
         self._host.turn(ReplicaState.STAGED, f"{coming.version} is staged on all ranks")
-        status.result = await self._commit(status, transaction, coming, deadline)
+        status.result = await self._commit(status, transaction, partial(self._enter, coming, pin), deadline)
         status.nbytes = status.total = sum(one["bytes"] for one in status.result)
-        pause_s, proof_s = (max(one.get(name, 0.0) for one in status.result) for name in ("pause_s", "proof_s"))
-        log.info(
-            "update committed", version=coming.version, mode=status.result[0].get("mode"), nbytes=status.nbytes,
-            stage_ms=stage_ms, pause_ms=logs.ms(pause_s), proof_ms=logs.ms(proof_s),
-        )  # fmt: skip
 
-    @staticmethod
-    async def _sealed(coming: Served, votes: Sequence[Vote], transaction: Transaction, deadline: Deadline) -> Served:
-        """A live stream that all ranks have staged, with its digests; if they cannot be had, nothing may be committed."""
+    async def _staged(
+        self, transaction: Transaction, coming: Served, deadline: Deadline, progress: Progress | None = None, *, whole: bool
+    ) -> tuple[list[Vote], Served]:
+        """Have all ranks stage a version, and compare what they read. If they differ, nothing may be committed."""
+        votes = await transaction.stage(progress)
         try:
-            manifest = await find_version(
-                coming.source, coming.version, verify_checksum=coming.proved, deadline=deadline
-            )  # fmt: skip
-            return sealed(coming, manifest, votes)
+            if not coming.manifest.sealed:  # a live stream has its digests now
+                transaction.timeline.enter("lookup")
+                found = await find_version(
+                    coming.source, coming.version, verify_checksum=coming.proved, deadline=deadline
+                )  # fmt: skip
+                transaction.timeline.enter("wait")
+                coming = sealed(coming, found)
+            read = check_reads(self._fed(coming, whole=whole), votes)
+            return votes, coming if read == coming.tensors else replace(coming, tensors=read)
         except BaseException:
             await transaction.abandon()
             raise
 
     async def _commit(
-        self, status: UpdateStatus, transaction: Transaction, coming: Served, deadline: Deadline
+        self, status: UpdateStatus, transaction: Transaction, decided: Callable[[], None], deadline: Deadline
     ) -> list[dict[str, Any]]:
-        pausing = self._pausing
+        pausing, version = self._pausing, status.version
         try:
             async with pausing.turn("the commit", deadline.remaining()):
                 if not pausing.paused:
-                    await pausing.quiet(status.request.pause, f"the weights are replaced by {coming.version}", deadline)
-                deadline.check(f"staging {coming.version}")
+                    await pausing.quiet(status.request.pause, f"the weights are replaced by {version}", deadline)
+                deadline.check(f"staging {version}")
                 status.phase = "committing"
-                self._host.turn(ReplicaState.COMMITTING, f"committing {coming.version}")
-                return await self._shielded(transaction.commit(partial(self._decide, coming)))
+                self._host.turn(ReplicaState.COMMITTING, f"committing {version}")
+                return await self._shielded(transaction.commit(decided))
         except BaseException:
             if status.phase == "staged":
                 await transaction.abandon()
@@ -276,12 +296,69 @@ class Updates:
             if not pausing.paused:
                 self._host.open_gate()
 
-    def _decide(self, coming: Served) -> None:
-        """From now on this is the committed version."""
-        if coming is not self.served:
-            self.previous, self.served = self.served, coming
+    def _enter(self, coming: Served, pin: Pin | None) -> None:
+        """All ranks have proved this version: from now on it is the committed one."""
+        before = self.served
+        self.decide(coming, pin)
+        if coming is not before:
+            self.previous = before
             tell_source(coming, self._name)
         self._pausing.asleep.discard("weight")
+
+    # -- what is committed, and what an operator pinned ----------------------------------------------------------------
+
+    def save(self, served: Served, pin: Pin | None) -> None:
+        """Write down what is committed and pinned. Raises `StorageFailed`: then it must not be committed."""
+        if self.state is not None and (served, pin) != (self.served, self.pin):
+            self.state.write(served, pin)
+
+    def save_again(self) -> None:
+        """Write down what is committed, after something else was written that did not come about."""
+        try:
+            if self.state is not None and self.served is not None:
+                self.state.write(self.served, self.pin)
+        except StorageFailed as error:
+            log.error("state not saved", version=self.served.version if self.served else None, error=error)
+
+    def decide(self, served: Served, pin: Pin | None, *, why: str = "another version was taken") -> None:
+        """Commit to a version, and to a pin or to none. It is written down first."""
+        self.save(served, pin)
+        self.adopt(served, pin, why=why)
+
+    def adopt(self, served: Served, pin: Pin | None, *, why: str) -> None:
+        """From now on this is committed and pinned; it has been written down."""
+        if served is not self.served:
+            self.served = replace(served, since=time.time())
+        before, self.pin = self.pin, pin
+        if pin is not None and pin != before:
+            log.info("version pinned", version=pin.version, away_from=pin.away_from, why=pin.why)
+        elif before is not None and pin is None:
+            log.info("pin removed", version=before.version, away_from=before.away_from, why=why)
+
+    def rollback_pin(self, to: Served) -> Pin | None:
+        """The pin that going back to a version leaves behind."""
+        served = self.served
+        if self._host.settings.source is None or served is None:
+            return None
+        return _pin(to.version, self.newest or served.manifest, "rollback")
+
+    async def _choose_pin(self, request: UpdateRequest, coming: Served, deadline: Deadline) -> Pin | None:
+        """The pin that an update leaves behind: a version that its caller chose, and that is not the newest there is."""
+        source, manifest = self._host.settings.source, coming.manifest
+        if source is None:
+            return None
+        if request.follow or (request.version is None and request.source in (None, source)):
+            self.newest = manifest
+            return None
+        try:
+            within = Deadline.after(min(_NEWEST_S, deadline.remaining()))
+            self.newest = await find_version(source, None, verify_checksum=False, deadline=within)
+        except WeightcastError as error:
+            log.warning("newest version unknown", source=source, error=error)
+        newest = self.newest
+        if newest is not None and (newest.version, newest.root_digest) == (manifest.version, manifest.root_digest):
+            return None
+        return _pin(coming.version, newest, "explicit")
 
     @staticmethod
     async def _shielded(commit: Any) -> list[dict[str, Any]]:
@@ -298,12 +375,13 @@ class Updates:
     async def load(self, served: Served, deadline: Deadline) -> None:
         """Fill ranks that have no weights: the first load, a restart, a wake-up. The state is the caller's."""
         wanted = Wanted(feeds=self._feeds(served, whole=True), version=served.version, verify_checksum=served.proved)
-        update_id, began = f"load-{uuid.uuid4().hex}", time.monotonic()
-        transaction = Transaction(self._host.run, update_id, wanted, deadline)
+        update_id, timeline = f"load-{uuid.uuid4().hex}", Timeline()
+        transaction = Transaction(self._host.run, update_id, wanted, deadline, timeline)
         with logs.bound(update_id=update_id):
-            await transaction.stage()
-            await self._shielded(transaction.commit(partial(self._decide, served)))
-            log.info("version loaded", version=served.version, source=served.source, ms=logs.ms(time.monotonic() - began))
+            await self._staged(transaction, served, deadline, whole=True)
+            await self._shielded(transaction.commit(partial(self._enter, served, self.pin)))
+            ms = timeline.as_ms()["total_ms"]
+            log.info("version loaded", version=served.version, source=served.source, ms=ms)
 
     async def reload(self, deadline: Deadline) -> None:
         """Fill ranks that have no weights with the committed version. Meanwhile no update can begin."""
@@ -313,20 +391,54 @@ class Updates:
             self._host.turn(ReplicaState.STAGING, f"bringing {self.served.version} back")
         await self.load(self.served, deadline)
 
-    def _feeds(self, coming: Served, *, whole: bool) -> tuple[Feed, ...]:
-        """Where each model takes its tensors from. With `whole` the draft model too, whether the version has it or not."""
-        names = self._host.settings.draft_names
-        main = Feed(part="main", manifest=coming.encoded, source=coming.source, ignore=names)
+    def _fed(self, coming: Served, *, whole: bool) -> list[Served]:
+        """The version of each model, main first. With `whole` the draft model too, whether the version has it or not."""
         if coming.draft:
-            return main, Feed(part="draft", manifest=coming.encoded, source=coming.source, names=names)
-        if whole and self.draft is not None:
-            return main, Feed(part="draft", manifest=self.draft.encoded, source=self.draft.source)
-        return (main,)
+            return [coming, coming]
+        return [coming, self.draft] if whole and self.draft is not None else [coming]
+
+    def _feeds(self, coming: Served, *, whole: bool) -> tuple[Feed, ...]:
+        """Where each model takes its tensors from."""
+        names = self._host.settings.draft_names
+        main, *others = self._fed(coming, whole=whole)
+        feeds = [Feed(part="main", manifest=main.encoded, source=main.source, ignore=names)]
+        for draft in others:
+            given = names if coming.draft else ()
+            feeds.append(Feed(part="draft", manifest=draft.encoded, source=draft.source, names=given))
+        return tuple(feeds)
+
+
+def _pin(version: str, newest: Manifest | None, why: Literal["rollback", "explicit"]) -> Pin:
+    if newest is None:  # only what is published from now on is newer
+        return Pin(version=version, away_from="", why=why, since=time.time(), sequence=_NO_SEQUENCE, created_s=time.time())
+    return Pin(
+        version=version, away_from=newest.version, why=why, since=time.time(), sequence=newest.sequence,
+        created_s=newest.created_s, root_digest=newest.root_digest,
+    )  # fmt: skip
 
 
 def _nothing_moved(served: Served, rank: int) -> dict[str, Any]:
-    result = UpdateResult(
-        version=served.version, rank=rank, source=served.source, mode="none", tensors=0, bytes=0,
-        stage_s=0.0, verify_s=0.0, commit_s=0.0, total_s=0.0,
-    )  # fmt: skip
-    return result.as_dict() | {"pause_s": 0.0, "proof_s": 0.0, "release_cache": False}
+    result = UpdateResult(version=served.version, rank=rank, source=served.source, mode="none", tensors=0, bytes=0)
+    return result.as_dict() | {"pause_s": 0.0, "release_cache": False}
+
+
+def _tell(status: UpdateStatus, *, again: bool) -> None:
+    """Log the end of an update: one line, with the times that its answer and the metrics have.
+
+    `again` means that the follower has tried once more and failed in the same way.
+    """
+    ms, result = status.timeline.as_ms(), status.result or []
+    if status.phase == "cancelled":
+        log.info("update cancelled", version=status.version, ms=ms["total_ms"])
+    elif status.error is not None:
+        error, level = logs.summary(status.error.message), logging.DEBUG if again else logging.WARNING
+        log.at(level, "update failed", version=status.version, code=status.error.code, error=error, ms=ms["total_ms"])
+    elif all(one.get("mode") == "none" for one in result):
+        log.info("update not needed", version=status.version, ms=ms["total_ms"])
+    else:
+        log.info(
+            "update committed", version=status.version, mode=result[0].get("mode"), nbytes=status.nbytes,
+            lookup_ms=ms["lookup_ms"], stage_ms=ms["stage_ms"], verify_ms=ms["verify_ms"], wait_ms=ms["wait_ms"],
+            commit_ms=ms["commit_ms"], proof_ms=ms["proof_ms"], settle_ms=ms["settle_ms"], total_ms=ms["total_ms"],
+            pause_ms=logs.ms(max(one["pause_s"] for one in result)),
+        )  # fmt: skip
