@@ -27,9 +27,10 @@ def words_moved(old, new):
     return (old[trained.WORDS] != new[trained.WORDS]).any(axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @needs_model
-@pytest.mark.parametrize("objective", ["infonce", pytest.param("mlm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("objective", ["infonce", "mlm"])
 def test_two_steps_change_some_weights_and_the_same_ones_again(objective):
     torch = pytest.importorskip("torch")
     generator = torch.random.get_rng_state()
@@ -54,6 +55,7 @@ def test_two_steps_change_some_weights_and_the_same_ones_again(objective):
     assert all(again[1][name].tobytes() == new[name].tobytes() for name in new)
 
 
+@pytest.mark.slow
 @pytest.mark.untraced
 @needs_model
 def test_the_pair_is_the_last_step_and_the_seed_decides():

@@ -172,9 +172,10 @@ def test_the_table_of_dtypes_on_the_page_is_complete_and_right():
 def test_the_limits_on_the_page_are_those_of_the_code():
     page = PAGE.read_text()
     assert f"Format {container.FORMAT}." in page
-    assert (container.MAX_CHUNK_LANES, container.MAX_TABLE_NBYTES) == (1 << 24, 1 << 30)
+    assert (container.MAX_CHUNK_LANES, container.MAX_TABLE_NBYTES) == (1 << 24, 1 << 28)
     assert "| lanes of all blocks of a chunk | 2^24 " in page
-    assert "| the table, decoded | 2^30 bytes |" in page
+    assert "| the table, decoded | 2^28 bytes |" in page
+    assert (container.BLOCK_LANES, container.MAX_TABLE_RATIO) == (1 << 16, 1024)
     assert streams._MAX_SHIFT == 24
     assert "shift**, at most 24" in page
 

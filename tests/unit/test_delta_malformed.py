@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast import delta
-from weightcast.delta import encoder
+from weightcast.delta import container, encoder
 from weightcast.delta.container import PACKINGS
 from weightcast.delta.kernels import kernels
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, DeltaDoesNotFit, UnsupportedFormat
@@ -658,6 +658,71 @@ def test_a_small_delta_that_claims_to_be_large_reserves_little(name):
     finally:
         tracemalloc.stop()
     assert peak < 128 << 20
+
+
+def zipped_zeros(data, nbytes):
+    """So many bytes that begin with these, all others 0, made without the memory for them."""
+    job = zstandard.ZstdCompressor(level=1).compressobj(size=nbytes)
+    zeros, rest = bytes(1 << 20), nbytes - len(data)
+    parts = [job.compress(data)]
+    parts += [job.compress(zeros[: min(len(zeros), rest - start)]) for start in range(0, rest, len(zeros))]
+    return b"".join([*parts, job.flush()])
+
+
+def chunk_for_each_lane(form, frame, lanes=1 << 16):
+    tensors, ones = [["w", "U8", [lanes]]], [1] * lanes
+    columns = [ones, [form] * lanes, [0] * lanes, list(range(lanes)), ones, ones, [frame] * lanes]
+    return Forged(0, ["", ""], tensors, *columns).sealed()
+
+
+def huge_table():
+    return sealed(table_of(0), [], 0, stored=zipped_zeros(table_of(0), 1 << 30), decoded=1 << 30)
+
+
+WORDY = {  # deltas that keep the promises of the format and say little at great length
+    "a table of 1 GiB": huge_table,
+    "a raw chunk for each lane": lambda: chunk_for_each_lane(2, b"\x01"),
+    "a sparse chunk for each lane": lambda: chunk_for_each_lane(
+        0, Streams(1, bytes([1, 0]), b"\0", b"", b"\0", b"", b"").frame()
+    ),
+    "tensors that the version does not have": lambda: Forged(
+        0, ["", ""], [[f"t{number}", "U8", [0]] for number in range(20_000)], [], [], [], [], [], [], []
+    ).sealed(),
+}
+
+
+@pytest.mark.parametrize("name", WORDY)
+def test_unpacking_takes_no_more_than_the_tensors_of_the_version_allow(name, monkeypatch):
+    data, base = WORDY[name](), {"w": np.zeros(1 << 16, np.uint8)}
+    made = []
+    monkeypatch.setattr(container, "Block", lambda *fields: made.append(fields))
+    tracemalloc.start()
+    try:
+        for read in (
+            lambda: delta.decode(data, base),
+            lambda: delta.apply(copied(base), data),
+            lambda: container.check_table(memoryview(data), delta.ArrayState(base).specs),
+        ):
+            with pytest.raises(DeltaCorrupt, match=r"table of \d+ bytes"):
+                read()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not made
+    assert peak < len(data) + (4 << 20)
+
+
+def test_a_table_that_shrank_beyond_belief_is_refused_without_a_base_too():
+    data = huge_table()
+    assert len(data) < 40_000
+    tracemalloc.start()
+    try:
+        for read in (delta.decode, delta.inspect):
+            with pytest.raises(DeltaCorrupt, match=r"table of \d+ bytes"):
+                read(data)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # -- anything else -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightcast import delta
 from weightcast.delta.container import PACKINGS, read_table
-from weightcast.delta.kernels import kernels
+from weightcast.delta.kernels import _kernels, kernels
 from weightcast.delta.lanes import LaneKind
 from weightcast.delta.memory import memory_of
 from weightcast.delta.sparse import Delta, TensorDelta
@@ -389,14 +389,14 @@ def test_without_numba_there_are_still_kernels(monkeypatch, rng):
     old, new = pair(rng, DType.BF16, (500,), density=0.1)
     packed = delta.encode({"w": old}, {"w": new})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    kernels.cache_clear()
+    _kernels.cache_clear()
     try:
         assert delta.warm_up() == "numpy"
         assert delta.encode({"w": old}, {"w": new}) == packed
         with pytest.raises(MissingExtra, match=r"weightcast\[fast\]"):
             delta.encode({"w": old}, {"w": new}, backend="compiled")
     finally:
-        kernels.cache_clear()
+        _kernels.cache_clear()
 
 
 def test_a_decoded_delta_does_not_borrow_the_buffer_it_came_in(rng):

@@ -1,17 +1,30 @@
 """A live model follows deltas: from what it holds or from a full version, in every commit mode, whole or not at all."""
 
+from contextlib import closing, contextmanager
+
 import msgspec
 import numpy as np
 import pytest
 import torch
+from question_depots import depot_over
 from test_live_model import bits, make
 
 from weightcast import LiveModel, ModelPart, State, delta
 from weightcast.delta.memory import HostMemory
-from weightcast.errors import BaseVersionMismatch, CommitFailed, Corrupt, DigestMismatch, InvalidInput, VersionNotFound
+from weightcast.errors import (
+    BaseVersionMismatch,
+    CommitFailed,
+    Conflict,
+    Corrupt,
+    DigestMismatch,
+    InvalidInput,
+    VersionNotFound,
+)
 from weightcast.tensors.bridges import host_array, spec_of
 from weightcast.tensors.digest import array_digest, bytes_digest
 from weightcast.tensors.flat import Piece, flat_bytes
+from weightcast.transports.base import delta_use
+from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
 
 MODES = ("copy", "swap", "inplace", "delta")
@@ -506,3 +519,60 @@ def test_a_stream_that_breaks_restores_a_version_that_is_itself_a_delta(source, 
         live.update("w", source=other, commit="inplace")
     assert bits(live.net) == bits(nets[2])
     assert (live.version, live.state) == ("v2", State.READY)
+
+
+# -- whether deltas are used at all -----------------------------------------------------------------------------------
+
+
+def published(store, nets, modes):
+    for number, mode in enumerate(modes):
+        store.publish(f"v{number}", nets[number].state_dict(), mode)
+
+
+@contextmanager
+def source_of(scheme, store):
+    """The URL of a store, read or asked of a depot."""
+    if scheme == "file":
+        yield f"file://{store.path}"
+    else:
+        with depot_over(store.path) as served:
+            yield served.depot.url
+
+
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_a_receiver_chooses_whether_deltas_are_used(store, nets, scheme):
+    published(store, nets, ["full", "delta", "delta"])
+    full_nbytes = store.manifest("v0").nbytes
+    with source_of(scheme, store) as url:
+        for deltas, mode in (("never", "copy"), ("auto", "delta"), ("always", "delta")):
+            net = make(0)
+            with LiveModel(net, source=f"{url}?deltas={deltas}") as live:
+                live.update("v0")  # a model that holds nothing takes a full version, whatever was chosen
+                result = live.update("v2")
+                assert (result.mode, result.bytes > full_nbytes) == (mode, deltas == "never")
+                assert bits(net) == bits(nets[2])
+
+
+@pytest.mark.parametrize("scheme", ["file", "http"])
+def test_a_receiver_that_insists_on_deltas_refuses_a_full_version_and_keeps_what_it_serves(store, nets, scheme):
+    published(store, nets, ["full", "delta", "full"])
+    with source_of(scheme, store) as url:
+        net = make(0)
+        with LiveModel(net, source=f"{url}?deltas=always") as live:
+            live.update("v1")
+            with pytest.raises(Conflict, match=r"v2 .* by deltas from v1: .*deltas=auto"):
+                live.update("v2")
+            assert (live.version, live.state, bits(net)) == ("v1", State.READY, bits(nets[1]))
+            live.update("v2", source=f"{url}?deltas=auto")
+            assert bits(net) == bits(nets[2])
+
+
+@pytest.mark.parametrize("url", ["file:///s", "http://h:1", "https://h:1", "shares+http://h:1", "nixl://h:1"])
+def test_an_unknown_use_of_deltas_is_refused_by_every_source_that_brings_them(url):
+    with pytest.raises(InvalidInput, match=r"deltas=sometimes .*never, auto, always"):
+        open_receiver(f"{url}?deltas=sometimes", rank=0)
+    for deltas in ("never", "auto", "always"):
+        with closing(open_receiver(f"{url}?deltas={deltas}", rank=0)) as receiver:
+            assert delta_use(receiver) == deltas
+    with pytest.raises(InvalidInput, match=r"speed.*deltas"):
+        open_receiver(f"{url}?speed=11", rank=0)

@@ -16,6 +16,7 @@ from weightcast.errors import (
     DigestMismatch,
     InvalidInput,
     PartCorrupt,
+    StorageFailed,
     StoreNotFound,
     UnsupportedTensor,
     VersionExists,
@@ -371,3 +372,55 @@ def test_equal_states_have_equal_roots_however_they_were_cut(tmp_path, tensors, 
     b = Store(tmp_path / "b").publish("w", reversed(tensors.items()), part_nbytes=70_000, algorithm=algorithm)
     assert a.root_digest == b.root_digest
     assert a.root_digest.startswith(algorithm)
+
+
+# -- links that others planted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", [".version.yaml.tmp", "version.yaml", "versions/step_2/.manifest.json.tmp"])
+def test_no_file_is_written_through_a_link_that_was_planted_in_a_store(tmp_path, planted):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", {"a": np.zeros(3, np.float32)})
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    link = store.path / planted
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(victim)
+    store.publish("step_2", {"a": np.ones(3, np.float32)}, "full")
+    store.announce("step_1")
+    assert victim.read_text() == "precious"
+    assert store.newest() == "step_1"
+    assert store.verify("step_2").ok
+
+
+def test_a_link_in_the_place_of_a_version_is_removed_and_not_followed(tmp_path):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", {"a": np.zeros(3, np.float32)})
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    (victims / "precious").write_text("precious")
+    (store.path / "versions" / "step_2").symlink_to(victims)
+    (store.path / "versions" / "step_3").symlink_to(victims)
+    store.publish("step_2", {"a": np.ones(3, np.float32)}, "full")
+    store.gc(keep_last=1)
+    assert [path.name for path in victims.iterdir()] == ["precious"]
+    assert store.versions() == ["step_2"]
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", {"a": np.zeros(3, np.float32)})
+    (store.path / ".lock").unlink()
+    (store.path / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(StorageFailed, match="lock"):
+        store.publish("step_2", {"a": np.ones(3, np.float32)}, "full")
+    assert not (tmp_path / "victim").exists()
+
+
+def test_what_a_killed_publisher_wrote_aside_does_not_stop_the_next_one(tmp_path):
+    store = Store(tmp_path / "store")
+    store.publish("step_1", {"a": np.zeros(3, np.float32)})
+    (store.path / ".version.yaml.tmp").write_text("step: 17, and then it was killed")
+    store.publish("step_2", {"a": np.ones(3, np.float32)}, "full")
+    assert store.newest() == "step_2"

@@ -11,8 +11,9 @@ from weightcast import Store, delta
 from weightcast.delta import encoder
 from weightcast.errors import Conflict, DigestMismatch, InvalidInput, StorageFailed
 from weightcast.store import chain, delta_writer, layout, replay
-from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
 from weightcast.store.part_state import PartState
+from weightcast.tensors.bridges import Converted
 
 KINDS = {
     "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32, "f64": np.float64, "e4m3": ml_dtypes.float8_e4m3fn,
@@ -243,6 +244,99 @@ def test_a_tensor_given_twice_is_refused_in_a_delta_too(store, rng):
     assert store.versions() == ["step_0"]
 
 
+# -- whether a delta pays ---------------------------------------------------------------------------------------------
+
+LARGE = 1 << 20  # elements: so many that the share of changes counts
+
+
+def moved(array, share, rng, *, first=0.0):
+    """A copy in which this share of the elements has another last bit, none of them in the first part."""
+    later = array.copy()
+    bits = later.reshape(-1).view(f"u{array.itemsize}")
+    bits ^= (rng.random(bits.size) < share) & (np.arange(bits.size) >= first * bits.size)
+    return later
+
+
+def large_state(rng, dtype):
+    return {name: rng.standard_normal((1024, LARGE // 2048)).astype(dtype) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("as_given", [dict, dict.items], ids=["mapping", "iterator"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(("share", "kind"), [(0, "delta"), (0.001, "delta"), (0.5, "full"), (1, "full")])
+def test_auto_publishes_a_delta_only_where_it_pays(store, rng, reasons, as_given, dtype, share, kind):
+    state = large_state(rng, dtype)
+    later = {name: moved(array, share, rng) for name, array in state.items()}
+    store.publish("step_0", state)
+    assert store.publish("step_1", as_given(later)).kind == kind
+    assert ("a full version is served sooner" in reasons()[-1]) == (kind == "full")
+    assert any("delta" in name for name in files_of(store, "step_1")) == (kind == "delta")
+    assert same_state(store.load(), later)
+
+
+def test_a_delta_that_does_not_pay_is_written_where_it_is_asked_for(store, rng):
+    state = large_state(rng, ml_dtypes.bfloat16)
+    store.publish("step_0", state)
+    assert store.publish("step_1", {name: moved(one, 1, rng) for name, one in state.items()}, mode="delta").kind == "delta"
+
+
+def test_a_slow_link_makes_deltas_pay_that_would_not_pay_on_a_fast_one(tmp_path, rng):
+    state = large_state(rng, ml_dtypes.bfloat16)
+    later = {name: moved(array, 0.3, rng) for name, array in state.items()}
+    kinds = []
+    for link in (None, 1e10, 1e7):
+        store = Store(tmp_path / str(link), delta=DeltaPolicy(link_nbytes_per_s=link))
+        store.publish("step_0", state)
+        kinds.append(store.publish("step_1", later).kind)
+    assert kinds == ["full", "full", "delta"]
+
+
+def test_a_version_that_does_not_pay_is_not_encoded_at_all(store, rng, monkeypatch):
+    state = large_state(rng, np.float32)
+    store.publish("step_0", state)
+    monkeypatch.setattr(encoder.Encoder, "add", lambda *_, **__: pytest.fail("it was encoded"))
+    assert store.publish("step_1", {name: moved(array, 1, rng) for name, array in state.items()}).kind == "full"
+
+
+@pytest.mark.parametrize("as_given", [dict, dict.items], ids=["mapping", "iterator"])
+def test_encoding_stops_where_the_sample_was_wrong_and_leaves_nothing(store, rng, reasons, monkeypatch, as_given):
+    state = {f"{number}": rng.standard_normal((1024, 128)).astype(np.float32) for number in range(32)}
+    later = {name: moved(array, 1, rng) for name, array in state.items()}
+    store.publish("step_0", state)
+    monkeypatch.setattr(delta_writer, "estimate_changes", lambda *_: 0.0)
+    monkeypatch.setattr(encoder, "CHUNK_LANES", 1 << 16)
+    scanned, scan = [], encoder._scanned
+    monkeypatch.setattr(encoder, "_scanned", lambda *arguments: scanned.append(1) or scan(*arguments))
+    assert store.publish("step_1", as_given(later)).kind == "full"
+    assert "a full version is served sooner" in reasons()[-1]
+    assert len(scanned) < 16
+    assert not [name for name in files_of(store, "step_1") if "delta" in name]
+    assert same_state(store.load(), later)
+    assert store.publish("step_2", later).kind == "delta"
+
+
+def test_a_tensor_that_is_converted_is_converted_once_for_a_delta(store, rng, monkeypatch):
+    state = large_state(rng, np.float32)
+    store.publish("step_0", state, dtype="BF16")
+    made, host = [], Converted.host
+    monkeypatch.setattr(Converted, "host", lambda self: made.append(self.spec.name) or host(self))
+    assert (
+        store.publish("step_1", {name: moved(one, 0.001, rng) for name, one in state.items()}, dtype="BF16").kind == "delta"
+    )
+    assert made == ["a", "b"]
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.01, 0.2])
+@pytest.mark.parametrize("lanes", [1, 500, 70_000, 10_000_000])
+def test_the_estimate_is_near_the_truth_and_always_the_same(rng, lanes, share):
+    old = np.zeros(lanes, np.uint16)
+    new = (rng.random(lanes) < share).astype(np.uint16)
+    found = [estimate_changes(lanes, lambda a, b: old[a:b], lambda a, b: new[a:b]) for _ in range(2)]
+    assert found[0] == found[1]
+    seen = min(lanes, 512 * max(1, int((lanes / 65536) ** 0.5)))
+    assert abs(found[0] - np.count_nonzero(new)) <= lanes / seen * (4 * (share * seen) ** 0.5 + 4)
+
+
 # -- versions that cannot be deltas -----------------------------------------------------------------------------------
 
 
@@ -452,6 +546,7 @@ def test_an_equal_state_is_a_delta_of_a_few_bytes(store, rng):
     [
         {"max_share": 0}, {"max_share": 1.1}, {"max_share": float("nan")}, {"max_share": "half"}, {"full_every": 0},
         {"full_every": 2.5}, {"full_every": True}, {"packing": "zip"}, {"keep": "disk"}, {"threads": 0}, {"threads": 1.5},
+        {"link_nbytes_per_s": 0}, {"link_nbytes_per_s": "fast"},
     ],
     ids=str,
 )  # fmt: skip

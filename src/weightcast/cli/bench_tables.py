@@ -64,6 +64,37 @@ def draw_delta_rows(console: Console, report: Report) -> None:
         console.print(drawn)
 
 
+def _publish_and_update(way: str) -> Callable[[Row], str]:
+    def shown(row: Row) -> str:
+        if row[f"{way}_s"] is None:
+            return "-"
+        publish, update, total = (1000 * row[f"{way}{name}"] for name in ("_publish_s", "_update_s", "_s"))
+        return f"{publish:.0f} + {update:.0f} = {total:.0f}"
+
+    return shown
+
+
+_CHOICES: _Columns = {
+    "dtype": lambda row: row["dtype"],
+    "changed": lambda row: f"{row['share']:.1%}",
+    "source": lambda row: row["source"],
+    "full ms": _publish_and_update("full"),
+    "delta ms": _publish_and_update("delta"),
+    "auto ms": _publish_and_update("auto"),
+    "chosen": lambda row: row["chosen"],
+    "over faster": lambda row: f"{row['auto_s'] / row['faster_s']:.2f}",
+}
+
+
+def draw_choice_rows(console: Console, report: Report) -> None:
+    """Publishing and one update in each way."""
+    drawn = table(*_CHOICES, right=tuple(name for name in _CHOICES if name not in ("dtype", "source", "chosen")))
+    for row in report.rows:
+        drawn.add_row(*(shown(row) for shown in _CHOICES.values()))
+    console.print("")
+    console.print(drawn)
+
+
 _SERVED: _Columns = {
     "model": lambda row: row["preset"],
     "ranks": lambda row: str(row["ranks"]),

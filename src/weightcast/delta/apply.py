@@ -25,7 +25,7 @@ def apply(
     out the first comparison, for a caller who has made it. On any failure the target is as it was.
     """
     state = ArrayState(target)
-    specs, base_root = (delta.specs, delta.base_root) if isinstance(delta, Delta) else _promised(delta)
+    specs, base_root = (delta.specs, delta.base_root) if isinstance(delta, Delta) else _promised(delta, state)
     check_specs(specs, state.specs)
     if check_base:  # before decoding: along another base, classes would decode to nonsense
         _check_base(base_root, state)
@@ -62,8 +62,8 @@ def _take_back(edit: Edit, memories: Memories, error: BaseException) -> None:
         raise torn from error
 
 
-def _promised(data: Buffer) -> tuple[Mapping[str, TensorSpec], str]:
-    table = read_table(memoryview(data))
+def _promised(data: Buffer, state: ArrayState) -> tuple[Mapping[str, TensorSpec], str]:
+    table = read_table(memoryview(data), state.specs)
     return table.specs, table.base_root
 
 

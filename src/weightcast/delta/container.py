@@ -29,12 +29,15 @@ FORMS: tuple[Form, ...] = get_args(Form)
 MAGIC = b"wcdelta\n"
 FORMAT = 1
 MAX_CHUNK_LANES = 1 << 24
-MAX_TABLE_NBYTES = 1 << 30
+MAX_TABLE_NBYTES = 1 << 28
+MAX_TABLE_RATIO = 1024  # how far a table may shrink; one about 36,000 tensors of which none changes shrinks to a 62nd
+BLOCK_LANES = 1 << 16  # a tensor is not divided into many smaller blocks than this
 MAX_TEXT_NBYTES = 0xFFFF
 
 _HEAD = struct.Struct("<8sHBB4x")  # magic, format, packing, 0
 _TAIL = struct.Struct("<QII16s8s")  # table offset, table bytes, table bytes when decoded, digest, magic
 _DIGEST_NBYTES = 16
+_BLOCK_NBYTES = 4 + 1 + 8 + _DIGEST_NBYTES + 4 + 8 + 4 + 4  # what a chunk of one block takes in the table
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,12 @@ class ContainerWriter:
         self.nbytes += len(data)
 
 
-def read_table(data: memoryview) -> Table:
-    """The table of a packed delta, every place and count in it checked. Raises `DeltaCorrupt`, or `UnsupportedFormat`."""
+def read_table(data: memoryview, specs: Mapping[str, TensorSpec] | None = None) -> Table:
+    """The table of a packed delta, every place and count in it checked. Raises `DeltaCorrupt`, or `UnsupportedFormat`.
+
+    `specs` are the tensors that it should be about. They bound how large the table may be, before it is unpacked; without
+    them, its packed size does.
+    """
     if len(data) < _HEAD.size + _TAIL.size:
         raise DeltaCorrupt(f"it has {len(data)} bytes, which is too short for one")
     magic, number, packing, _ = _HEAD.unpack_from(data)
@@ -112,14 +119,15 @@ def read_table(data: memoryview) -> Table:
         raise DeltaCorrupt("it does not begin like one")
     if number != FORMAT:
         raise UnsupportedFormat(f"the delta has format {number}; this release reads {FORMAT}. Upgrade weightcast.")
+    check_table(data, specs)
     offset, packed_nbytes, raw_nbytes, seal, magic = _TAIL.unpack_from(data, len(data) - _TAIL.size)
     if magic != MAGIC or offset < _HEAD.size or offset + packed_nbytes + _TAIL.size != len(data):
         raise DeltaCorrupt("its end is not where it should be: it was cut short or something was appended")
     packed = bytes(data[offset : offset + packed_nbytes])
     if seal != _seal(bytes(data[: _HEAD.size]), packed, offset, raw_nbytes):
         raise DeltaCorrupt("its table does not match its digest")
-    if packing >= len(PACKINGS) or raw_nbytes > MAX_TABLE_NBYTES:
-        raise DeltaCorrupt(f"packing {packing}, or a table of {raw_nbytes} bytes, is not known")
+    if packing >= len(PACKINGS):
+        raise DeltaCorrupt(f"packing {packing} is not known")
     raw = decompress(packed, raw_nbytes, "the table")
     try:
         table = _parse_table(_Reader(raw), PACKINGS[packing])
@@ -127,6 +135,26 @@ def read_table(data: memoryview) -> Table:
         raise DeltaCorrupt(f"its table cannot be read: {error}") from error
     _check_places(table, end=offset)
     return table
+
+
+def check_table(data: memoryview, specs: Mapping[str, TensorSpec] | None) -> None:
+    """Refuse a packed delta whose table is larger than one about these tensors can be. Nothing is unpacked."""
+    if len(data) < _HEAD.size + _TAIL.size:
+        raise DeltaCorrupt(f"it has {len(data)} bytes, which is too short for one")
+    _, packed_nbytes, raw_nbytes, _, _ = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    if specs is None:
+        most = min(max(1 << 20, MAX_TABLE_RATIO * packed_nbytes), MAX_TABLE_NBYTES)
+    else:
+        most = min(_most_table_nbytes(specs), MAX_TABLE_NBYTES)
+    if raw_nbytes > most:
+        raise DeltaCorrupt(f"it has a table of {raw_nbytes} bytes, where its tensors take at most {most}")
+
+
+def _most_table_nbytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Twice what a table about these tensors takes if each of their blocks has a chunk, and a little."""
+    texts = sum(len(spec.name.encode()) + 8 * len(spec.shape) + 16 for spec in specs.values())
+    blocks = sum(1 + lane_count(spec) // BLOCK_LANES for spec in specs.values())
+    return (64 << 10) + 2 * (texts + blocks * _BLOCK_NBYTES)
 
 
 def frame_of(data: memoryview, chunk: Chunk) -> memoryview:

@@ -35,8 +35,8 @@ def decode(
     16-bit elements.
     """
     view = memoryview(data)
-    table = read_table(view)
     state = as_state(base) if base is not None else None
+    table = read_table(view, state.specs if state is not None else None)
     if state is not None:
         check_specs(table.specs, state.specs)
     elif table.packing == "classes" and any(chunk.form == "sparse" for chunk in table.chunks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -121,12 +122,16 @@ class _OpenChunk:
     lanes: int = 0
 
 
+class TooManyChanges(Exception):
+    """More lanes change than an encoder was to write."""
+
+
 class Encoder:
     """Packs tensors one after another. Memory: what was written, and two chunks for each thread.
 
     Small tensors share chunks, so that a delta of many of them costs no more than one of a few. The changes are also
-    kept in sparse form, for `delta`, as long as that takes no more than `collect_nbytes`. A context manager: leaving it
-    stops the threads.
+    kept in sparse form, for `delta`, as long as that takes no more than `collect_nbytes`. Any call raises `TooManyChanges`
+    once more than `most_changes` were written. A context manager: leaving it stops the threads.
     """
 
     def __init__(
@@ -137,7 +142,10 @@ class Encoder:
         threads: int | None = None,
         backend: Backend | None = None,
         collect_nbytes: int = 0,
+        most_changes: float = math.inf,
     ) -> None:
+        self.changes = 0  # that were written so far
+        self._most_changes = most_changes
         self._kernels = kernels(backend)
         self._packing = packing
         self._runs: list[Run] | None = [] if collect_nbytes else None
@@ -155,12 +163,15 @@ class Encoder:
         return self._container.nbytes
 
     def add(self, spec: TensorSpec, old: LaneReader, new: LaneReader, *, borrowed: bool = False) -> None:
-        """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over."""
+        """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over.
+
+        `old` is called here, for one range after the other.
+        """
         kind = self._take(spec)
         for start, stop in block_ranges(lane_count(spec)):
-            lanes = new(start, stop).copy() if borrowed else None
+            before, lanes = old(start, stop), new(start, stop).copy() if borrowed else None
             scan = partial(_scanned, lanes, partial(new, start, stop))
-            self._put(kind, _Pending(spec.name, start, stop - start, scan, partial(old, start, stop)))
+            self._put(kind, _Pending(spec.name, start, stop - start, scan, partial(_given, before)))
 
     def add_known(self, tensor: TensorDelta, old: LaneReader | None) -> None:
         """Pack changes that are known already. `classes` needs the base's lanes."""
@@ -227,6 +238,9 @@ class Encoder:
         encoded = job.result()
         for frame in encoded.frames:
             self._container.add(*frame)
+            self.changes += sum(block.changes for block in frame[1])
+        if self.changes > self._most_changes:
+            raise TooManyChanges
         if self._runs is not None:
             self._runs += encoded.runs
             self._room -= sum(run.nbytes for run in encoded.runs)
@@ -270,6 +284,10 @@ class Encoder:
         if min(len(planes), steps.nbytes) >= sparse_nbytes:
             return None
         return ("dense", planes) if len(planes) < steps.nbytes else ("raw", pack_raw(steps))
+
+
+def _given(lanes: Lanes) -> Lanes:
+    return lanes
 
 
 def _scanned(lanes: Lanes | None, new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:

@@ -51,10 +51,13 @@ class ArrayState:
 
 
 class MovedState:
-    """A state as it will be once a delta is applied to it. Ranges that the delta touches are copied."""
+    """A state as it will be once a delta is applied to it. Ranges that the delta touches are copied.
 
-    def __init__(self, state: State, delta: Delta) -> None:
-        self._state, self._delta = state, delta
+    `in_place`: they are changed instead, as `state` gives each range in fresh memory.
+    """
+
+    def __init__(self, state: State, delta: Delta, *, in_place: bool = False) -> None:
+        self._state, self._delta, self._in_place = state, delta, in_place
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -76,7 +79,7 @@ class MovedState:
             return lanes
         inside = (tensor.indices[first:last] - tensor.indices.dtype.type(start)).astype(np.uint32)
         values = kernels().moved(lanes, inside, tensor.steps[first:last], kind)
-        moved = lanes.copy()
+        moved = lanes if self._in_place else lanes.copy()
         kernels().scatter(moved, inside, values)
         return moved
 

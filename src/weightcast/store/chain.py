@@ -98,8 +98,8 @@ def opened_state(
 
 
 def moved(state: State, folded: Delta | None) -> State:
-    """A state with a delta applied, or as it is."""
-    return state if folded is None else MovedState(state, folded)
+    """A state that is read from files, with a delta applied or as it is."""
+    return state if folded is None else MovedState(state, folded, in_place=True)
 
 
 def fold_deltas(

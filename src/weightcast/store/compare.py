@@ -10,11 +10,13 @@ from typing import Literal
 import numpy as np
 
 from weightcast.errors import Corrupt, StorageFailed, WeightcastError
+from weightcast.store.byte_file import ByteFile
 from weightcast.store.catalog import Catalog
+from weightcast.store.chain import resolve
 from weightcast.store.payload import payload_of, read_payload
 from weightcast.store.reader import Reader, VersionReader
 from weightcast.store.state_reader import open_version
-from weightcast.tensors.digest import DEFAULT, Hasher
+from weightcast.tensors.digest import DEFAULT, Hasher, bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import BLOCK_NBYTES, from_bytes
 from weightcast.tensors.spec import TensorSpec
@@ -47,15 +49,43 @@ class VerifyReport:
 def verify_version(catalog: Catalog, manifest: Manifest, progress: Progress = no_progress) -> VerifyReport:
     """Read every byte of a version and compare it with the manifest. All problems are reported, not the first.
 
-    A delta is verified as the state it leads to, so everything that it is built on is read too.
+    A delta is verified as the state it leads to, so everything that it is built on is read too. If that is wrong, and the
+    cause lies in a version that it is built on, only that version is named, with its first problem.
     """
     report = VerifyReport(version=manifest.version, root_digest=manifest.root_digest)
+    directory = catalog.directory(manifest.version)
     if manifest.kind == "full":
-        _verify_parts(catalog.directory(manifest.version), manifest, report, progress)
+        _verify_parts(directory, manifest, report, progress)
     else:
         _verify_delta(catalog, manifest, report, progress)
-    _verify_files(catalog.directory(manifest.version), manifest, report)
+        if report.problems and not _payload_problems(directory, manifest):
+            report.problems = _damaged_bases(catalog, manifest) or report.problems
+    _verify_files(directory, manifest, report)
     return report
+
+
+def _payload_problems(directory: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with the payload of a delta, apart from its base."""
+    try:
+        read_payload(directory, manifest)
+    except (Corrupt, StorageFailed) as error:
+        return [str(error)]
+    return []
+
+
+def _damaged_bases(catalog: Catalog, manifest: Manifest) -> list[str]:
+    """The first version that a delta is built on whose own files are wrong; empty if none is."""
+    try:
+        chain = resolve(catalog, manifest.version)
+    except WeightcastError:  # a base that is missing, or another one: this is reported as it is
+        return []
+    full = VerifyReport(version=chain.full.version)
+    _verify_parts(catalog.directory(full.version), chain.full, full, no_progress)
+    found = [(full.version, full.problems)]
+    found += [(one.version, _payload_problems(catalog.directory(one.version), one)) for one in chain.deltas[:-1]]
+    version, problems = next((one for one in found if one[1]), ("", []))
+    more = f" And {len(problems) - 1} more problem(s)." if len(problems) > 1 else ""
+    return [f"it is built on {version}, which is damaged: {problems[0]}{more}"] if problems else []
 
 
 def _verify_parts(directory: Path, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
@@ -89,14 +119,13 @@ def _verify_delta(catalog: Catalog, manifest: Manifest, report: VerifyReport, pr
 def _verify_files(directory: Path, manifest: Manifest, report: VerifyReport) -> None:
     for file in manifest.files:
         try:
-            data = (directory / file.file).read_bytes()
-        except OSError as error:
-            report.problems.append(f"{directory / file.file}: {error.strerror}.")
+            with ByteFile(directory / file.file) as opened:
+                found = bytes_digest(opened.read(min(opened.nbytes, file.nbytes + 1), 0), manifest.algorithm or DEFAULT)
+        except (Corrupt, StorageFailed) as error:
+            report.problems.append(str(error))
             continue
-        hasher = Hasher(manifest.algorithm or DEFAULT)
-        hasher.update(data)
-        if hasher.digest() != file.digest:
-            report.problems.append(f"{directory / file.file}: expected {file.digest}, found {hasher.digest()}.")
+        if found != file.digest:
+            report.problems.append(f"{directory / file.file}: expected {file.digest}, found {found}.")
 
 
 def _verify_tensor(reader: Reader, entry: TensorEntry, buffer: memoryview, report: VerifyReport, progress: Progress) -> None:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal, get_args
 
+import numpy as np
+
 from weightcast.delta import Packing
+from weightcast.delta.lanes import Lanes
 from weightcast.errors import InvalidInput
 
 Keep = Literal["store", "memory"]
+
+# Costs from `publish` to a model that serves the version, in bytes of a full version. Measured: docs/decisions/0013.
+_SCAN = 0.9  # for each byte of the state: a delta is compared with its base, and proved in the end
+_CHANGE = 32.0  # for each lane that changes: encode, decode, write
+_CHANGE_NBYTES = 1.5  # that a change takes in a payload
+_FULL_NBYTES_PER_S = 700e6  # of the full way, where no link limits it
+_FEW_CHANGES = 250_000  # take 10 to 20 ms, whatever share of a small model they are
+_WRONG = 1.5  # encoding stops at so many times the changes that pay
+
+_SAMPLE_LANES = 512  # at each place
+_SAMPLE_SHIFT, _SAMPLE_PLACES = 16, 64  # places: 1 up to 64 Ki lanes, 4 for 1 Mi, 32 for 64 Mi, 64 at most
 
 
 @dataclass(frozen=True)
 class DeltaPolicy:
     """Settings for publishing deltas.
 
+    `auto` publishes a delta where it is expected to bring a model to the version as soon as a full version would:
+    `most_changes` says up to how many changes. `link_nbytes_per_s` is the speed of the slowest link to a receiver; the
+    slower it is, the more changes pay. None means a local store, or a network that is as fast as memory.
+
     `max_share`: a payload of this share of the full size, or more, is published as a full version instead. `full_every`:
-    of so many versions in a row at least one is full; 1 means all. `packing`: `gaps` for receivers that hold only slices.
+    of so many versions in a row at least one is full; 1 means all. `packing`: `gaps` is decoded without the base and much
+    faster; `classes` is smaller, which pays on links below about 2 MB/s and in archives.
 
     `keep` says where the last published state is when the next one is compared with it. `store` reads it back from the
     medium and takes memory for the changes since the last full version only, about 6 bytes each; `memory` keeps a private
@@ -25,9 +46,10 @@ class DeltaPolicy:
 
     max_share: float = 0.5
     full_every: int = 20
-    packing: Packing = "classes"
+    packing: Packing = "gaps"
     keep: Keep = "store"
     threads: int | None = None
+    link_nbytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_share, int | float) or not 0 < self.max_share <= 1:
@@ -40,6 +62,38 @@ class DeltaPolicy:
             raise InvalidInput(f"keep must be one of {', '.join(get_args(Keep))}, not {self.keep!r}.")
         if self.threads is not None and not _is_count(self.threads):
             raise InvalidInput(f"threads must be a whole number of at least 1, or None, not {self.threads!r}.")
+        link = self.link_nbytes_per_s
+        if link is not None and (not isinstance(link, int | float) or not link > 0):
+            raise InvalidInput(f"link_nbytes_per_s must be above 0, or None, not {link!r}.")
+
+    def most_changes(self, nbytes: int) -> float:
+        """Up to how many changed elements a delta of a state of so many bytes pays."""
+        sent = _FULL_NBYTES_PER_S / self.link_nbytes_per_s if self.link_nbytes_per_s else 0.0
+        spared = (1 + sent - _SCAN) * nbytes
+        return max(_FEW_CHANGES, spared / (_CHANGE + _CHANGE_NBYTES * sent))
+
+    def stop_changes(self, nbytes: int) -> float:
+        """At how many changes encoding stops, as the estimate was wrong."""
+        return _WRONG * self.most_changes(nbytes)
+
+
+def estimate_changes(lanes: int, old: Callable[[int, int], Lanes], new: Callable[[int, int], Lanes]) -> float:
+    """About how many of so many lanes differ, from a few thousand of them. The same states give the same answer."""
+    seen = changed = 0
+    for start, stop in _places(lanes):
+        seen += stop - start
+        changed += int(np.count_nonzero(old(start, stop) != new(start, stop)))
+    return changed / seen * lanes if seen else 0.0
+
+
+def _places(lanes: int) -> Iterator[tuple[int, int]]:
+    """Ranges over the whole tensor, at uneven distances: rows of a matrix change together."""
+    count = min(_SAMPLE_PLACES, max(1, isqrt(lanes >> _SAMPLE_SHIFT)))
+    stride = lanes / count
+    for place in range(count):
+        spare = max(0.0, stride - _SAMPLE_LANES)
+        start = int(place * stride + (place + 1) * 0.618034 % 1 * spare)
+        yield start, min(lanes, start + _SAMPLE_LANES)
 
 
 def _is_count(value: object) -> bool:

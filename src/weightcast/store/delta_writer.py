@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -11,17 +12,18 @@ from pathlib import Path
 
 from weightcast.delta import Encoder, State
 from weightcast.delta.container import Table
+from weightcast.delta.encoder import TooManyChanges
 from weightcast.delta.lanes import Lanes, lane_count, lane_range
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.store import layout
-from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
 from weightcast.store.draft import Contents, Draft
 from weightcast.store.files import FileWriter, remove_file, rename
 from weightcast.store.replay import replayed
 from weightcast.store.writer import NamedTensors, survey
-from weightcast.tensors.bridges import host_array, spec_of
+from weightcast.tensors.bridges import LazyTensor, host_array, spec_of
 from weightcast.tensors.digest import Hasher, array_digest
-from weightcast.tensors.flat import Array
+from weightcast.tensors.flat import Array, flat_bytes
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
 
@@ -54,12 +56,19 @@ class NoDelta:
 
 
 class DeltaWriter:
-    """The payload of one version, made on `base`, whose state is read while it is written."""
+    """The payload of one version, made on `base`, whose state is read, and proved, while it is written.
 
-    def __init__(self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy) -> None:
+    `choosing`: write it only if it pays, as far as samples of the tensors tell, and stop if they were wrong.
+    """
+
+    def __init__(self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy, *, choosing: bool) -> None:
         self._draft, self._base, self._state, self._policy = draft, base, state, policy
         self._specs = {entry.name: entry.spec for entry in base.tensors}
+        self._digests = {entry.name: entry.digest for entry in base.tensors}
         self._limit = policy.max_share * base.nbytes
+        self._most_changes = policy.most_changes(base.nbytes) if choosing else math.inf
+        self._stop_changes = policy.stop_changes(base.nbytes) if choosing else math.inf
+        self._expected: dict[str, float] = {}  # changes of each tensor that was sampled
         self._path = draft.directory / layout.unsealed_payload_name()
         self._entries: dict[str, TensorEntry] = {}
 
@@ -73,9 +82,18 @@ class DeltaWriter:
         why = next(filter(None, map(self._misfit, specs.values())), None) or self._missing(specs)
         if why is None and tied != self._base.tied:
             why = f"its tied names are not those of {self._base.version}"
+        for spec in specs.values():
+            if why is not None:
+                break
+            if _at_hand(tensors[spec.name]):
+                self._sample(spec, host_array(spec.name, tensors[spec.name]))
+                why = self._too_many()
         if why is not None:
             return NoDelta(why, nullcontext(tensors))
-        outcome = self._encode(((name, tensors[name]) for name in specs), once=False)
+        try:
+            outcome = self._encode(((name, tensors[name]) for name in specs), once=False)
+        except TooManyChanges:
+            outcome = NoDelta(self._dearer(self._stop_changes), nullcontext(()))
         if isinstance(outcome, Contents):
             return outcome
         remove_file(self._path)
@@ -84,7 +102,7 @@ class DeltaWriter:
     def _encode(self, tensors: Iterator[Named], *, once: bool) -> Contents | NoDelta:
         """Encode tensors as they come. `once`: they are borrowed, and a tensor that was taken cannot be had again."""
         hasher = Hasher(self._draft.algorithm)
-        with FileWriter(self._path) as file, self._encoder(file, hasher) as encoder:
+        with FileWriter(self._path) as file, self._encoder(file, hasher, once=once) as encoder:
             why, rest = self._encode_all(encoder, tensors, borrowed=once)
             if why is not None and not once:
                 return NoDelta(why, nullcontext(()))
@@ -92,7 +110,7 @@ class DeltaWriter:
             root = compute_root(entries, self._draft.algorithm) if why is None else ""
             table = encoder.finish(base_root=self._base.root_digest, new_root=root)
             if why is None:
-                why = self._too_large(file.position)
+                why = self._too_large(file.position) or self._wrong(encoder.changes)
             if why is None:
                 file.sync()
             nbytes = file.position
@@ -110,13 +128,18 @@ class DeltaWriter:
             delta=encoder.delta(base_root=self._base.root_digest, new_root=root),
         )
 
-    def _encoder(self, file: FileWriter, hasher: Hasher) -> Encoder:
+    def _encoder(self, file: FileWriter, hasher: Hasher, *, once: bool) -> Encoder:
+        """An encoder. One for tensors that are given once is not stopped in the middle of a tensor."""
+
         def write(data: bytes) -> None:
             hasher.update(data)
             file.write(data)
 
         room = self._base.nbytes // _COLLECTED_SHARE
-        return Encoder(write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room)
+        return Encoder(
+            write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room,
+            most_changes=math.inf if once else self._stop_changes,
+        )  # fmt: skip
 
     def _encode_all(
         self, encoder: Encoder, tensors: Iterator[Named], *, borrowed: bool
@@ -127,23 +150,57 @@ class DeltaWriter:
             if name in self._entries:
                 raise InvalidInput(f"tensor {name!r} was given twice for version {self._draft.version}.")
             why = self._misfit(spec)
+            if why is None:
+                array = host_array(name, tensor)
+                self._sample(spec, array)
+                why = self._too_many()
             if why is not None:
                 return why, chained([(name, tensor)], tensors)
-            self._add(encoder, spec, host_array(name, tensor), borrowed=borrowed)
-            why = self._too_large(encoder.nbytes)
+            why = self._add(encoder, spec, array, borrowed=borrowed)
+            why = why or self._too_large(encoder.nbytes) or self._wrong(encoder.changes)
             if why is not None:
                 return why, tensors
         return self._missing(self._entries), ()
 
-    def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> None:
+    def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> str | None:
+        """Encode a tensor. Its base is hashed as it is read; returns what is wrong with that."""
+        proof = Hasher(self._draft.algorithm)
+
         def new(start: int, stop: int) -> Lanes:
             return lane_range(array, spec.dtype, start, stop)
 
+        def old(start: int, stop: int) -> Lanes:
+            lanes = self._state.lanes(spec.name, start, stop)
+            proof.update(flat_bytes(lanes).data)
+            return lanes
+
         digest = array_digest(array, self._draft.algorithm)
-        encoder.add(spec, partial(self._state.lanes, spec.name), new, borrowed=borrowed)
+        encoder.add(spec, old, new, borrowed=borrowed)
         self._entries[spec.name] = TensorEntry(
             name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=spec.nbytes, digest=digest
         )
+        if proof.digest() != self._digests[spec.name]:
+            return f"tensor {spec.name} of {self._base.version} is damaged in the store: its digest is wrong"
+        return None
+
+    def _sample(self, spec: TensorSpec, array: Array) -> None:
+        """Estimate how much of a tensor changes, once."""
+        if self._most_changes < math.inf and spec.name not in self._expected:
+            new = partial(lane_range, array, spec.dtype)
+            self._expected[spec.name] = estimate_changes(lane_count(spec), partial(self._state.lanes, spec.name), new)
+
+    def _too_many(self) -> str | None:
+        """Why a delta does not pay, told by the tensors that were sampled."""
+        expected = sum(self._expected.values())
+        return self._dearer(expected) if expected > self._most_changes else None
+
+    def _wrong(self, changes: int) -> str | None:
+        """Why a delta does not pay, told by the changes that were found."""
+        return self._dearer(changes) if changes > self._stop_changes else None
+
+    def _dearer(self, changes: float) -> str:
+        share = changes / max(1, sum(map(lane_count, self._specs.values())))
+        return f"about {share:.1%} of its elements or more change, so that a full version is served sooner"
 
     def _given_back(self, why: str, table: Table, rest: Iterable[Named]) -> NoDelta:
         """An iterator from its beginning: what was encoded is taken back from the payload, then come the rest."""
@@ -172,6 +229,12 @@ class DeltaWriter:
         if nbytes < self._limit:
             return None
         return f"its payload would be {self._policy.max_share:g} of the full size or more (max_share)"
+
+
+def _at_hand(tensor: object) -> bool:
+    """Whether a few elements can be read without copying a whole tensor from a device, converting or gathering it."""
+    on_host = getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu"
+    return on_host and not isinstance(tensor, LazyTensor)
 
 
 def _density(table: Table) -> float:

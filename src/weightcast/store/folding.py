@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.delta import Delta, Encoder, MovedState, Packing, State, inspect, pack
-from weightcast.delta.sparse import check_specs
+from weightcast.delta import Delta, MovedState, Packing, State, inspect, pack
 from weightcast.errors import InvalidInput, NotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, fold_deltas, opened_state, prove, resolve
+from weightcast.store.compare import Progress, no_progress
 from weightcast.store.files import put_back, refusals, replace_synced, sync_dir, write_synced
 from weightcast.store.payload import payload_of, read_payload
 from weightcast.tensors.digest import DEFAULT, bytes_digest
@@ -24,7 +24,9 @@ from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, decode_manife
 log = logs.get(__name__)
 
 
-def fold_version(catalog: Catalog, version: str, onto: str | None, *, threads: int | None = None) -> Manifest:
+def fold_version(
+    catalog: Catalog, version: str, onto: str | None, *, threads: int | None = None, progress: Progress = no_progress
+) -> Manifest:
     """Rewrite a delta version so that it leads from an older base in one step. The caller holds the store's lock."""
     chain = resolve(catalog, version)
     manifest, directory = chain.end, catalog.directory(version)
@@ -39,10 +41,12 @@ def fold_version(catalog: Catalog, version: str, onto: str | None, *, threads: i
         log.info("nothing to fold", version=version, base=base.end.version)
         return manifest
     with opened_state(catalog.path, base, threads=threads) as state:
-        folded = _folded(catalog.path, steps, base, state, threads)
+        share = manifest.nbytes // (len(steps) + 1)  # each delta reads the state once, and so does the proof
+        folded = _folded(catalog.path, steps, base, state, threads, lambda: progress(share))
         prove(MovedState(state, folded), manifest, str(directory))
+        progress(manifest.nbytes - share * len(steps))
         packing = inspect(read_payload(directory, manifest)).packing  # receivers that hold slices need what was chosen
-        packed = pack(folded, packing=packing or "classes", base=state, threads=threads)
+        packed = pack(folded, packing=packing or "gaps", base=state, threads=threads)
     payload = FileEntry(
         file=layout.next_payload_name(directory),
         nbytes=len(packed),
@@ -86,67 +90,34 @@ def delta_between(
     old: str,
     new: str,
     *,
-    packing: Packing = "classes",
+    packing: Packing = "gaps",
     threads: int | None = None,
-    limit: int | None = None,
     deadline: Deadline | None = None,
 ) -> bytes:
-    """One packed delta from a version to another, proved. See `Store.delta_between`.
-
-    Raises `NotFound` if it has more than `limit` bytes.
-    """
+    """The deltas that lead from a version to another as one, packed and proved. See `Store.delta_between`."""
     chain = resolve(catalog, new)
     split = chain.split(old)
-    written = _Written(f"the delta from {old} to {new}", limit)
     if split is None:
-        _encode_directly(catalog, resolve(catalog, old), chain, written, packing, threads, deadline)
-    else:
-        base, steps = split
-        with opened_state(catalog.path, base, threads=threads, deadline=deadline) as state:
-            folded = _folded(catalog.path, steps, base, state, threads)
-            prove(MovedState(state, folded), chain.end, str(catalog.directory(new)))
-            written.add(pack(folded, packing=packing, base=state, threads=threads))
-    return b"".join(written.pieces)
+        bases = ", ".join(base.version for base in (chain.full, *chain.deltas[:-1]))
+        built = f"is a delta on {bases}" if chain.deltas else "is a full version"
+        raise NotFound(f"no deltas lead from version {old} to {new}, which {built}. Take the full version.")
+    base, steps = split
+    with opened_state(catalog.path, base, threads=threads, deadline=deadline) as state:
+        folded = _folded(catalog.path, steps, base, state, threads)
+        prove(MovedState(state, folded), chain.end, str(catalog.directory(new)))
+        return pack(folded, packing=packing, base=state, threads=threads)
 
 
-class _Written:
-    """What was written of a packed delta, up to a limit."""
-
-    def __init__(self, what: str, limit: int | None) -> None:
-        self._what, self._limit = what, limit
-        self._nbytes = 0
-        self.pieces: list[bytes] = []
-
-    def add(self, data: bytes) -> None:
-        self._nbytes += len(data)
-        if self._limit is not None and self._nbytes > self._limit:
-            raise NotFound(f"{self._what} has more than {self._limit} bytes.")
-        self.pieces.append(data)
-
-
-def _folded(store: Path, steps: tuple[Manifest, ...], base: Chain, state: State, threads: int | None) -> Delta:
-    folded = fold_deltas(store, steps, state, threads=threads)
-    return folded or Delta(state.specs, {}, base.end.root_digest, base.end.root_digest)
-
-
-def _encode_directly(
-    catalog: Catalog,
-    old: Chain,
-    new: Chain,
-    written: _Written,
-    packing: Packing,
+def _folded(
+    store: Path,
+    steps: tuple[Manifest, ...],
+    base: Chain,
+    state: State,
     threads: int | None,
-    deadline: Deadline | None,
-) -> None:
-    with ExitStack() as using:
-        before, after = (
-            using.enter_context(opened_state(catalog.path, chain, threads=threads, deadline=deadline))
-            for chain in (old, new)
-        )
-        check_specs(before.specs, after.specs)
-        for chain, state in ((old, before), (new, after)):
-            prove(state, chain.end, str(catalog.directory(chain.end.version)))
-        with Encoder(written.add, packing=packing, threads=threads) as encoder:
-            for name, spec in before.specs.items():
-                encoder.add(spec, partial(before.lanes, name), partial(after.lanes, name))
-            encoder.finish(base_root=old.end.root_digest, new_root=new.end.root_digest)
+    done: Callable[[], None] = lambda: None,
+) -> Delta:
+    folded = None
+    for manifest in steps:
+        folded = fold_deltas(store, [manifest], state, start=folded, threads=threads)
+        done()
+    return folded or Delta(state.specs, {}, base.end.root_digest, base.end.root_digest)

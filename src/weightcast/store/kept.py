@@ -9,7 +9,7 @@ from typing import Protocol
 
 from weightcast.delta import ArrayState, Delta, State, fold, move
 from weightcast.store import layout
-from weightcast.store.chain import Chain, decode_step, fold_deltas, load_chain, moved, prove
+from weightcast.store.chain import Chain, decode_step, fold_deltas, load_chain, moved
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.part_state import PartState
 from weightcast.tensors.flat import Array
@@ -17,9 +17,9 @@ from weightcast.wire.manifest import Manifest
 
 
 class Kept(Protocol):
-    """What is kept of the last state. It is brought up to date when it is needed, and proved whenever it has changed.
+    """What is kept of the last state. When it is needed it is brought up to date from the store, or rebuilt from it.
 
-    So it does not matter who published what in between: what is kept follows the store, or is rebuilt from it.
+    It is not proved here. `DeltaWriter` compares it with the digests of its version while it reads it.
     """
 
     def opened(self, chain: Chain) -> AbstractContextManager[State]:
@@ -53,7 +53,7 @@ class _KeptInStore:
         self.drop()
 
     def drop(self) -> None:
-        self._full_root = self._root = self._proved = ""
+        self._full_root = self._root = ""
         self._folded: Delta | None = None
 
     def advance(self, manifest: Manifest, delta: Delta) -> None:
@@ -78,9 +78,6 @@ class _KeptInStore:
             steps = chain.deltas
         self._folded = fold_deltas(self._store, steps, parts, start=self._folded, threads=self._threads)
         self._full_root, self._root = chain.full.root_digest, chain.end.root_digest
-        if self._proved != self._root:
-            prove(moved(parts, self._folded), chain.end, f"version {chain.end.version} in {self._store}")
-            self._proved = self._root
 
 
 class _KeptInMemory:
@@ -91,7 +88,7 @@ class _KeptInMemory:
         self.drop()
 
     def drop(self) -> None:
-        self._root = self._proved = ""
+        self._root = ""
         self._arrays: dict[str, Array] = {}
 
     def advance(self, manifest: Manifest, delta: Delta) -> None:
@@ -115,11 +112,7 @@ class _KeptInMemory:
             self.drop()  # before the new copy is made
             loaded = load_chain(self._store, chain, threads=self._threads)
             self._arrays = {entry.name: loaded[entry.name] for entry in chain.end.tensors}
-            self._proved = chain.end.root_digest
         else:
             for manifest in steps:
                 move(self._arrays, decode_step(self._store, manifest, ArrayState(self._arrays), self._threads))
         self._root = chain.end.root_digest
-        if self._proved != self._root:
-            prove(ArrayState(self._arrays), chain.end, f"version {chain.end.version} in {self._store}")
-            self._proved = self._root

@@ -17,10 +17,9 @@ from weightcast.wire.manifest import Manifest
 
 
 class PartState:
-    """A full version as the delta codec reads states. All parts are open until it is closed; nothing is held in memory.
+    """A full version as the delta codec reads states. Nothing is held in memory.
 
-    Ranges are read with pread. Mapping the files would save a copy, but a mapped file that shrinks kills the process that
-    reads it by SIGBUS. The digests of tensors are not compared here: see `prove`.
+    The size and header of each part are checked on opening. The digests of tensors are not compared here: see `prove`.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

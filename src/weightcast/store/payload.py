@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightcast.clock import Deadline
+from weightcast.delta.container import check_table
 from weightcast.errors import DigestMismatch, InvalidInput, PartCorrupt
 from weightcast.store.byte_file import ByteFile
 from weightcast.store.streaming import Proof, Readable, Readables, stream_pieces
@@ -15,7 +16,7 @@ from weightcast.wire.manifest import FileEntry, Manifest
 
 
 def read_payload(directory: Path, manifest: Manifest) -> memoryview:
-    """The packed delta of a version, whole in memory, compared with its digest."""
+    """The packed delta of a version, whole in memory, compared with its digest. Its table fits the version's tensors."""
     payload = payload_of(manifest)
     with _open(directory, payload) as file:
         data = memoryview(bytearray(payload.nbytes))
@@ -23,6 +24,7 @@ def read_payload(directory: Path, manifest: Manifest) -> memoryview:
     found = bytes_digest(data, manifest.algorithm or DEFAULT)
     if found != payload.digest:
         raise DigestMismatch(str(directory), [(payload.file, payload.digest, found)])
+    check_table(data, {entry.name: entry.spec for entry in manifest.tensors})
     return data
 
 

@@ -10,7 +10,7 @@ from weightcast import logs
 from weightcast.errors import WeightcastError
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
-from weightcast.store.files import remove_dir, remove_file, sync_dir
+from weightcast.store.files import aside_path, refusals, remove_dir, remove_file, sync_dir
 from weightcast.store.retention import plan_retention
 from weightcast.wire.manifest import Manifest
 
@@ -56,9 +56,13 @@ def prune(
                 sync_dir(catalog.directory(manifest.version))
     freed = sum(remove_version(catalog.directory(version), dry_run=dry_run) for version in [*unsealed, *removed])
     strays = [path for manifest in kept for path in unreferenced(catalog.directory(manifest.version), manifest)]
-    strays += sorted(catalog.path.glob(".*.tmp"))  # what was being written aside when its writer died
+    # Files that were being written aside when their writer died. Depots write their receivers under a lock of their own,
+    # so that file may be in use; the next acknowledgement replaces it.
+    receivers = aside_path(catalog.path / layout.RECEIVERS)
+    strays += sorted(path for path in catalog.path.glob(".*.tmp") if path != receivers)
     for path in strays:
-        freed += path.lstat().st_size
+        with refusals("look at", path):
+            freed += path.lstat().st_size
         if not dry_run:
             remove_file(path)
     garbage = unsealed + [_name(catalog.path, path) for path in strays]

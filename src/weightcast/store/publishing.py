@@ -118,9 +118,11 @@ class StorePublisher:
             except WeightcastError as error:
                 self._choose_full(request, str(error), error)
                 return self._write_full(draft, request, request.tensors)
-            outcome = DeltaWriter(draft, chain.end, state, self._policy).write(request.tensors)
+            writer = DeltaWriter(draft, chain.end, state, self._policy, choosing=request.mode == "auto")
+            outcome = writer.write(request.tensors)
             if isinstance(outcome, Contents):
                 return outcome
+            self._kept.drop()
             self._choose_full(request, outcome.why)
             with outcome.tensors as tensors:
                 contents = self._write_full(draft, request, tensors)

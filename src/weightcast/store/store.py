@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from weightcast import logs
@@ -25,10 +26,12 @@ from weightcast.store.publishing import Mode, Request, StorePublisher
 from weightcast.store.reader import Reader
 from weightcast.store.state_reader import open_version
 from weightcast.store.version_file import TXT_NAME, VersionFile, migrate_version_file, write_version_file
-from weightcast.store.writer import NamedTensors
+from weightcast.store.writer import HasStateDict, NamedTensors, PublishAs
+from weightcast.tensors.bridges import is_distributed
 from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.tensors.flat import Array, Piece
-from weightcast.wire.manifest import Manifest
+from weightcast.tensors.spec import bare_names, check_distinct
+from weightcast.wire.manifest import Manifest, decode_manifest, encode_manifest
 
 __all__ = ["DeltaPolicy", "GcReport", "Listing", "Mode", "Store"]
 
@@ -61,16 +64,19 @@ class Store:
     def publish(
         self,
         version: str,
-        tensors: NamedTensors,
+        tensors: NamedTensors | HasStateDict,
         mode: Mode = "auto",
         *,
+        dtype: str | None = None,
+        keep_dtype: Sequence[str] = (),
+        strip_wrappers: bool = False,
         step: int | None = None,
         files: Mapping[str, bytes] | None = None,
         metadata: Mapping[str, str] | None = None,
         part_nbytes: int = PART_NBYTES,
         algorithm: Algorithm = DEFAULT,
     ) -> Manifest:
-        """Publish a version from a mapping or an iterator of named tensors, and make it the newest.
+        """Publish a version from a mapping or an iterator of named tensors, or a module, and make it the newest.
 
         When this returns, the version is whole and on the medium; when it raises, the store is as before; when the
         process dies, the store holds exactly the old versions or the new one too. Tensors are written as they come, so an
@@ -78,12 +84,23 @@ class Store:
         `part_nbytes`, unless a single tensor is larger. `step` defaults to the number at the end of the version id, else
         to the count of publications.
 
-        `auto` writes a delta on the newest version where the policy of this store allows one, else a full version, and
-        logs why; `delta` raises `Conflict` instead of writing a full one.
+        `auto` writes a delta on the newest version where the policy of this store allows one and it is expected to pay,
+        else a full version, and logs why. `delta` writes one whether it pays or not, and raises `Conflict` where the policy
+        does not allow it.
+
+        `dtype` ("BF16") converts tensors of F64, F32, F16 and BF16, one after the other, rounding to the nearest; those
+        that match a pattern of `keep_dtype`, and other dtypes, stay as they are. `strip_wrappers` removes from names what
+        `torch.compile`, activation checkpointing, FSDP1 and DDP put into them.
+
+        DTensors that are sharded over processes (FSDP2) are gathered one after the other. Then every rank of their mesh
+        must call this with the same version: the first rank writes, all return the same manifest or raise the same error.
+        A rank that does not come ends the others with `GatherFailed`, after the timeout of their process group.
         """
+        form = PublishAs.of(dtype, keep_dtype, strip_wrappers=strip_wrappers)
+        named = form.named(tensors, version)
         request = Request(
             version=version,
-            tensors=tensors,
+            tensors=named,
             mode=mode,
             step=step,
             files=files or {},
@@ -91,6 +108,20 @@ class Store:
             part_nbytes=part_nbytes,
             algorithm=algorithm,
         )
+
+        def write(whole: NamedTensors) -> Manifest:
+            return self._publish(replace(request, tensors=form.converted(whole)))
+
+        if isinstance(named, Mapping) and any(map(is_distributed, named.values())):
+            from weightcast.tensors.bridges.gathering import gathering_of  # noqa: PLC0415 - torch is an extra
+
+            gathering = gathering_of(version, named)
+            if gathering is not None:
+                told = gathering.run(lambda whole: encode_manifest(write(whole)))
+                return decode_manifest(told, self.path)
+        return write(named)
+
+    def _publish(self, request: Request) -> Manifest:
         make_dir(self.path)
         if not layout.versions_dir(self.path).is_dir():
             sync_dir(self.path.parent)  # whoever made the directory may have died before it was safe
@@ -104,22 +135,32 @@ class Store:
         mode: Mode = "auto",
         *,
         progress: Progress = no_progress,
+        dtype: str | None = None,
+        keep_dtype: Sequence[str] = (),
+        strip_wrappers: bool = False,
         step: int | None = None,
         part_nbytes: int = PART_NBYTES,
         algorithm: Algorithm = DEFAULT,
     ) -> Manifest:
-        """Publish a directory of safetensors files together with its small files (config, tokenizer)."""
+        """Publish a directory of safetensors files together with its small files (config, tokenizer).
+
+        `dtype`, `keep_dtype` and `strip_wrappers` are those of `publish`.
+        """
         checkpoint = Checkpoint(Path(directory))
+        names = bare_names(checkpoint.specs) if strip_wrappers else {name: name for name in checkpoint.specs}
+        check_distinct(names, f"version {version}")
 
         def reported() -> Iterator[tuple[str, Array]]:
             for name, array in checkpoint.tensors():
-                yield name, array
+                yield names[name], array
                 progress(array.nbytes)
 
         return self.publish(
             version,
             reported(),
             mode,
+            dtype=dtype,
+            keep_dtype=keep_dtype,
             step=step,
             files=dict(checkpoint.files()),
             part_nbytes=part_nbytes,
@@ -132,15 +173,18 @@ class Store:
         with self._locked():
             write_version_file(self.path, version=version, step=self.manifest(version).step)
 
-    def fold(self, version: str | None = None, *, onto: str | None = None) -> Manifest:
+    def fold(self, version: str | None = None, *, onto: str | None = None, progress: Progress = no_progress) -> Manifest:
         """Rewrite a delta version (default: the newest) so that it leads from an older base in one step.
 
         `onto` is one of the versions it is built on, by default the full one. Id, state and root digest stay; versions in
-        between may then be removed by `gc`, and so may the replaced payload, which stays until then for whoever reads it.
+        between may then be removed by `gc`. So may the replaced payload, which stays until then for its readers.
+        `progress` gets shares of the state's bytes that add up to them.
         """
         self._catalog.check_exists()
         with self._locked():
-            return fold_version(self._catalog, version or self.newest(), onto, threads=self._policy.threads)
+            return fold_version(
+                self._catalog, version or self.newest(), onto, threads=self._policy.threads, progress=progress
+            )
 
     def gc(
         self,
@@ -242,8 +286,8 @@ class Store:
     def delta_between(self, old: str, new: str, *, packing: Packing | None = None) -> bytes:
         """One packed delta that leads from one version to another, for a replica that is some versions behind.
 
-        Where `new` is built on `old`, the deltas between are folded; otherwise both states are compared. Proved against the
-        digests of `new` before it is returned. `packing` defaults to that of this store's policy.
+        The deltas between are folded, and proved against the digests of `new` before they are returned. Raises `NotFound` if
+        `new` is not built on `old`. `packing` defaults to that of this store's policy.
         """
         chosen = self._policy.packing if packing is None else packing
         return delta_between(self._catalog, old, new, packing=chosen, threads=self._policy.threads)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import TracebackType
+from typing import Protocol, cast
 
 import msgspec
 
@@ -14,11 +17,97 @@ from weightcast.store.draft import Contents, Draft
 from weightcast.store.files import rename
 from weightcast.store.part_series import PartSeries
 from weightcast.store.safetensors_file import HEADER_ROOM, header_room_for
-from weightcast.tensors.bridges import bridge_for, host_array, spec_of
-from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.bridges import Converted, bridge_for, framework_of, host_array, spec_of
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.placing import converts
+from weightcast.tensors.spec import TensorSpec, bare_names, check_distinct
 from weightcast.wire.manifest import PartEntry, TensorEntry
 
 NamedTensors = Mapping[str, object] | Iterable[tuple[str, object]]
+
+
+class HasStateDict(Protocol):
+    """A module."""
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Its tensors by name."""
+
+
+@dataclass(frozen=True)
+class PublishAs:
+    """The names and dtypes that tensors are published under, where these are not their own.
+
+    `dtype` is for tensors of F64, F32, F16 and BF16; those whose published names match a pattern of `keep_dtype` stay as
+    they are, and so does any other dtype. `strip_wrappers` removes what wrappers of modules put into names.
+    """
+
+    dtype: DType | None = None
+    keep_dtype: tuple[str, ...] = ()
+    strip_wrappers: bool = False
+
+    @classmethod
+    def of(cls, dtype: str | None, keep_dtype: Sequence[str], *, strip_wrappers: bool) -> PublishAs:
+        """From what a caller gave. Refuses dtypes that nothing can be converted to."""
+        choices = [one for one in DType if converts(one, DType.F32)]
+        if dtype is not None and dtype not in choices:
+            raise InvalidInput(f"nothing can be published as dtype {dtype!r}: choose one of {', '.join(choices)}.")
+        if isinstance(keep_dtype, str):
+            raise InvalidInput(f"keep_dtype must be a list of patterns, not {keep_dtype!r}.")
+        return cls(None if dtype is None else DType(dtype), tuple(keep_dtype), strip_wrappers)
+
+    def named(self, tensors: NamedTensors | HasStateDict, version: str) -> NamedTensors:
+        """The tensors under the names that they are published under. A module is taken for its `state_dict()`.
+
+        Of an iterator the first name says whether all begin with `module.`; if they do not, it ends in `InvalidInput`.
+        """
+        given = _as_named(tensors)
+        if not self.strip_wrappers:
+            return given
+        if not isinstance(given, Mapping):
+            return _stripped(given, version)
+        bare = bare_names(given)
+        check_distinct(bare, f"version {version}")
+        return {bare[name]: tensor for name, tensor in given.items()}
+
+    def converted(self, tensors: NamedTensors) -> NamedTensors:
+        """The tensors in the dtypes that they are published in, each converted when it is read."""
+        if self.dtype is None:
+            return tensors
+        if isinstance(tensors, Mapping):
+            return {name: self.tensor(name, tensor) for name, tensor in tensors.items()}
+        return ((name, self.tensor(name, tensor)) for name, tensor in tensors)
+
+    def tensor(self, name: str, tensor: object) -> object:
+        """One tensor in the dtype that it is published in."""
+        if self.dtype is None or any(fnmatchcase(name, pattern) for pattern in self.keep_dtype):
+            return tensor
+        dtype = spec_of(name, tensor).dtype
+        return Converted(name, tensor, self.dtype) if dtype != self.dtype and converts(dtype, self.dtype) else tensor
+
+
+def _as_named(tensors: object) -> NamedTensors:
+    state_dict = getattr(tensors, "state_dict", None)
+    if framework_of(tensors) is not None and callable(state_dict):
+        tensors = state_dict()
+    if not isinstance(tensors, Iterable):
+        raise InvalidInput(
+            f"a {type(tensors).__qualname__} cannot be published: give a mapping of names and tensors, an iterator of such "
+            "pairs, or a module."
+        )
+    return cast("NamedTensors", tensors)
+
+
+def _stripped(tensors: Iterable[tuple[str, object]], version: str) -> Iterator[tuple[str, object]]:
+    first: str | None = None
+    for name, tensor in tensors:
+        first = name if first is None else first
+        bare = bare_names([first, name])
+        if bare[first] != bare_names([first])[first]:
+            raise InvalidInput(
+                f"the names of version {version} cannot be stripped of their wrappers: {first} begins with 'module.', and "
+                f"{name} does not. Give a mapping, or the names as they should be."
+            )
+        yield bare[name], tensor
 
 
 def survey(tensors: Mapping[str, object]) -> tuple[dict[str, TensorSpec], dict[str, str]]:

@@ -8,6 +8,7 @@ from functools import reduce
 
 from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, inspect, move
+from weightcast.delta.container import check_table
 from weightcast.delta.sparse import check_specs
 from weightcast.tensors.flat import Array
 from weightcast.transports.base import Provider, Receiver
@@ -81,7 +82,9 @@ def fetched_chain(receiver: Receiver, deltas: Sequence[Manifest], *, checksum: b
         staging = Staging(manifest.transfers())
         staging.fill(receiver, manifest, deadline)
         verified = staging.verify(manifest, checksum=checksum, deadline=deadline)
-        fetched += [array.data for array in verified.arrays.values()]
+        (payload,) = verified.arrays.values()
+        check_table(payload.data, {entry.name: entry.spec for entry in manifest.tensors})
+        fetched.append(payload.data)
     return DeltaChain(payloads=tuple(fetched))
 
 

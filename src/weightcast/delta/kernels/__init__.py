@@ -83,20 +83,27 @@ def installed() -> Backend:
     return "compiled" if importlib.util.find_spec("numba") else "numpy"
 
 
-@cache
 def kernels(backend: Backend | None = None) -> Kernels:
     """The kernels of a backend. The first call in a process loads the compiled ones from their cache on disk."""
-    chosen = backend or installed()
-    if chosen == "numpy":
+    return _kernels(backend or installed())
+
+
+@cache
+def _kernels(backend: Backend) -> Kernels:
+    if backend == "numpy":
         from weightcast.delta.kernels import plain  # noqa: PLC0415 - one of two is needed
 
         return cast("Kernels", plain)
     if not importlib.util.find_spec("numba"):
         raise MissingExtra("numba", "fast", "the compiled delta codec")
     started = time.monotonic()
-    from weightcast.delta.kernels import compiled  # noqa: PLC0415 - numba is an extra, and slow to import
+    from weightcast.delta.kernels import compiled, jit  # noqa: PLC0415 - numba is an extra, and slow to import
 
-    log.info("kernels compiled", ms=logs.ms(time.monotonic() - started))
+    ms, anew = logs.ms(time.monotonic() - started), jit.count_compiled()
+    if anew:
+        log.info("kernels compiled", kernels=anew, ms=ms)
+    else:
+        log.debug("kernels loaded", ms=ms)
     return cast("Kernels", compiled)
 
 

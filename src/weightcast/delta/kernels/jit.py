@@ -17,6 +17,8 @@ log = logs.get(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_loops: list[Any] = []
+
 
 def read_of(item: Any) -> Any:
     """Memory that is only read; the weakest type, so that any array passes without compiling once more."""
@@ -35,7 +37,18 @@ U8, U32, U64, I64 = types.uint8, types.uint32, types.uint64, types.int64
 def compiled(*signatures: Any) -> Callable[[Function], Function]:
     """Compile now, for exactly these types, or load from the cache: nothing is compiled in the middle of an update."""
     wrapper = numba.njit(list(signatures), nogil=True, cache=can_cache(), error_model="numpy")
-    return cast("Callable[[Function], Function]", wrapper)
+
+    def compile_now(function: Function) -> Function:
+        loop = wrapper(function)
+        _loops.append(loop)
+        return cast("Function", loop)
+
+    return compile_now
+
+
+def count_compiled() -> int:
+    """How many loops were compiled in this process, for one type each, and not loaded from the cache."""
+    return sum(sum(loop.stats.cache_misses.values()) for loop in _loops)
 
 
 @cache
