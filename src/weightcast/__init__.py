@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 from weightcast.errors import Mismatch, WeightcastError
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import Store
+from weightcast.tensors.boxes import Box, Held, Placement
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import TRANSFORMER_GROUPS
 from weightcast.worker.live_model import LiveModel
 from weightcast.worker.result import UpdateResult
+from weightcast.worker.shard_layout import Shards
 from weightcast.worker.states import State
 from weightcast.worker.targets.capture import ModelPart
 
@@ -31,17 +35,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TRANSFORMER_GROUPS",
+    "Box",
+    "DType",
     "DeltaPolicy",
     "DepotPublisher",
+    "Held",
     "LiveModel",
     "Manifest",
     "Mismatch",
     "ModelPart",
+    "Placement",
     "Publication",
     "Publisher",
     "Shard",
+    "Shards",
     "State",
     "Store",
+    "TensorSpec",
     "UpdateResult",
     "VllmFleet",
     "WeightcastError",

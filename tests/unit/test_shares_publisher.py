@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 
 import ml_dtypes
@@ -26,6 +26,7 @@ from weightcast.errors import (
     VersionNotFound,
     WrongState,
 )
+from weightcast.publish import memory_shelf
 from weightcast.publish.memory_parts import in_memory, parts_for
 from weightcast.publish.shares import given
 from weightcast.store import layout
@@ -212,6 +213,40 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(publisher, call, er
         call(publisher)
     assert publisher.versions == ["old"]
     publisher.publish("new", {"a": np.ones(1)})
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_every_reader_has_acknowledged_is_used_again_without_a_wait(monkeypatch, ranks, steps):
+    monkeypatch.setattr(memory_shelf, "QUIET_S", 1000.0)  # a wait would end with the deadline of publish
+    rows = {rank: slice(rank * 4, rank * 4 + 4) for rank in range(ranks)}
+    engine = {"w": np.zeros((4 * ranks, 8), dtype=np.float32)}
+    with ExitStack() as stack:
+        publishers = [
+            stack.enter_context(DepotPublisher("127.0.0.1:0", rank=rank, ranks=ranks, hold_s=1000)) for rank in range(ranks)
+        ]
+        hosts = ",".join(one.url.removeprefix("http://") for one in publishers)
+        live = stack.enter_context(LiveModel(engine, source=f"{'shares+' if ranks > 1 else ''}http://{hosts}"))
+        for step in range(5):
+            whole = np.full((4 * ranks, 8), step, dtype=np.float32)
+            for rank, one in enumerate(publishers):
+                shard = Shard(whole[rows[rank]], shape=whole.shape, start=(rows[rank].start, 0))
+                one.publish(f"step_{step}", {"w": shard if ranks > 1 else whole}, timeout=5)
+            if steps:
+                live.commit(live.stage(f"step_{step}"))
+            else:
+                live.update(f"step_{step}")
+            assert (engine["w"] == step).all()
+
+
+def test_memory_of_a_reader_that_never_acknowledges_is_used_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(memory_shelf, "QUIET_S", 1000.0)
+    with DepotPublisher("127.0.0.1:0", slots=1, hold_s=0.2) as publisher, closing(DepotClient(publisher.url)) as client:
+        publisher.publish("step_1", model(1), timeout=10)
+        manifest = client.manifest("step_1", deadline=soon())
+        publisher.publish("step_2", model(2), timeout=10)
+        with pytest.raises(NotFound):
+            files_of(client, manifest)
 
 
 @pytest.mark.parametrize("options", [{"rank": 1}, {"ranks": 0}, {"slots": 0}, {"threads": 0}, {"hold_s": -1.0}])

@@ -16,7 +16,7 @@
     │   ├── VersionNotServed      a request asks for a version that the replica does not serve
     │   └── BaseVersionMismatch   a delta for another base than the one that is served
     ├── Corrupt                   bytes are not what was published
-    │   ├── ManifestCorrupt · PartCorrupt · DigestMismatch · VersionFileInvalid · SnapshotInvalid
+    │   ├── ManifestCorrupt · PartCorrupt · DigestMismatch · VersionFileInvalid · SnapshotInvalid · StateCorrupt
     │   ├── DeltaCorrupt          a delta that contradicts itself, its base or its digests
     │   └── PickleRefused         a pickle that wants to build something other than tensors
     ├── VersionDoesNotFit         names, shapes, dtypes or groups differ from the model; carries all mismatches
@@ -24,6 +24,8 @@
     ├── VerificationUnavailable   a digest check was asked for and the source has no digests
     ├── SourceFailed              the source died, or sent too little, too much or the same twice
     ├── AccessRefused             a depot wants a token, or another one than it was given
+    ├── SourceNotAllowed          a request names a source that only the operator may name
+    ├── GatherFailed              ranks of a trainer could not gather the tensors of a sharded model
     ├── ReceiversLost             receivers of a live stream died, gave up or took too long
     ├── DeadlineExceeded
     ├── StorageFailed             the file system refused: full, read-only, no permission
@@ -53,6 +55,7 @@ from weightcast.errors.kinds import (
     DeltaCorrupt,
     DeltaDoesNotFit,
     DigestMismatch,
+    GatherFailed,
     InvalidInput,
     ManifestCorrupt,
     Mismatch,
@@ -64,6 +67,8 @@ from weightcast.errors.kinds import (
     SnapshotInvalid,
     SnapshotNotFound,
     SourceFailed,
+    SourceNotAllowed,
+    StateCorrupt,
     StorageFailed,
     StoreBusy,
     StoreNotFound,
@@ -106,6 +111,7 @@ __all__ = [
     "DeltaDoesNotFit",
     "DigestMismatch",
     "FleetUpdateFailed",
+    "GatherFailed",
     "InvalidInput",
     "ManifestCorrupt",
     "Mismatch",
@@ -121,6 +127,8 @@ __all__ = [
     "SnapshotInvalid",
     "SnapshotNotFound",
     "SourceFailed",
+    "SourceNotAllowed",
+    "StateCorrupt",
     "StorageFailed",
     "StoreBusy",
     "StoreNotFound",

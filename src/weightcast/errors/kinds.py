@@ -8,6 +8,8 @@ from os import PathLike
 
 AnyPath = str | PathLike[str]
 
+SHOWN_MISMATCHES = 20  # in a message
+
 
 class WeightcastError(Exception):
     """Root of every error this package raises on purpose."""
@@ -222,6 +224,18 @@ class DeltaCorrupt(Corrupt):
         super().__init__(f"the delta cannot be used: {problem}. Nothing was changed; fetch or publish it again.")
 
 
+class StateCorrupt(Corrupt):
+    """The state file of a server, in which it keeps the committed version and the pin, cannot be read."""
+
+    code = "state_corrupt"
+
+    def __init__(self, path: AnyPath, problem: str) -> None:
+        super().__init__(
+            f"state file {path} cannot be used: {problem}. Put back a copy of it, or remove it: the server then starts with "
+            "MODEL_DIR, and without a pin."
+        )
+
+
 class VersionFileInvalid(Corrupt):
     """version.yaml or version.txt is unreadable, or the two disagree."""
 
@@ -253,27 +267,40 @@ class PickleRefused(Corrupt):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One way in which a version does not fit a model."""
+    """One way in which a version does not fit a model. `found` and `wanted` are the dtypes where the kind is `dtype`."""
 
     kind: str
     name: str
     detail: str
+    found: str = ""
+    wanted: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}: {self.detail}"
 
 
 class VersionDoesNotFit(WeightcastError):
-    """Names, shapes, dtypes or groups of a version differ from the model. Nothing was written."""
+    """Names, shapes, dtypes or groups of a version differ from the model. Nothing was written.
+
+    `mismatches` has all of them; the message lists the first few. `cures` are sentences that each explain many mismatches
+    at once, with those mismatches: they replace them in the message.
+    """
 
     code = "version_does_not_fit"
 
-    def __init__(self, version: str, mismatches: Sequence[Mismatch]) -> None:
+    def __init__(
+        self,
+        version: str,
+        mismatches: Sequence[Mismatch],
+        cures: Sequence[tuple[str, Sequence[Mismatch]]] = (),
+    ) -> None:
         self.version, self.mismatches = version, tuple(mismatches)
-        super().__init__(
-            f"version {version} does not fit the model; no weights were changed. {len(mismatches)} mismatch(es):"
-            + "".join(f"\n  {mismatch}" for mismatch in mismatches)
-        )
+        explained = {mismatch for _, some in cures for mismatch in some}
+        rest = [mismatch for mismatch in mismatches if mismatch not in explained]
+        sentences = [f"version {version} does not fit the model; no weights were changed.", *(text for text, _ in cures)]
+        if rest or not cures:
+            sentences.append(_first_of(rest))
+        super().__init__(" ".join(sentences))
 
 
 class DeltaDoesNotFit(VersionDoesNotFit):
@@ -285,9 +312,15 @@ class DeltaDoesNotFit(VersionDoesNotFit):
         self.version, self.mismatches = "", tuple(mismatches)
         WeightcastError.__init__(
             self,
-            f"the delta does not fit; nothing was changed. {len(mismatches)} mismatch(es):"
-            + "".join(f"\n  {mismatch}" for mismatch in mismatches),
+            f"the delta does not fit; nothing was changed. {_first_of(mismatches)}",
         )
+
+
+def _first_of(mismatches: Sequence[Mismatch]) -> str:
+    """Their number, and the first of them, one per line."""
+    more = len(mismatches) - SHOWN_MISMATCHES
+    lines = [str(mismatch) for mismatch in mismatches[:SHOWN_MISMATCHES]] + ([f"and {more} more"] if more > 0 else [])
+    return f"{len(mismatches)} mismatch(es):" + "".join(f"\n  {line}" for line in lines)
 
 
 class VerificationUnavailable(WeightcastError):
@@ -308,6 +341,22 @@ class AccessRefused(WeightcastError):
 
     code = "access_refused"
     exit_code = 2
+
+
+class SourceNotAllowed(WeightcastError):
+    """A request names a source, or an option of one, that only the operator may name. Nothing was opened."""
+
+    code = "source_not_allowed"
+    exit_code = 2
+
+    def __init__(self, source: str, why: str, cure: str) -> None:
+        super().__init__(f"the source {source!r} is refused: {why}. Nothing was opened. To allow a source, {cure}.")
+
+
+class GatherFailed(WeightcastError):
+    """Ranks of a trainer that publish a sharded model together could not gather its tensors. Nothing was published."""
+
+    code = "gather_failed"
 
 
 class ReceiversLost(WeightcastError):

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,18 +17,21 @@ from weightcast.depot.exchange import Reply, Request, Route
 from weightcast.depot.leases import Lease, Leases
 from weightcast.depot.nixl_export import NixlExport
 from weightcast.depot.questions import Questions
-from weightcast.depot.server import Depot
+from weightcast.depot.server import Depot, listening_host
 from weightcast.errors import Conflict, InvalidInput, VersionExists, WrongState
 from weightcast.publish.drafting import Draft, Release, drafted
 from weightcast.publish.filling import fill
 from weightcast.publish.lending import LentHolding, hashed
-from weightcast.publish.memory_shelf import MemoryHolding, MemoryShelf
+from weightcast.publish.memory_shelf import MemoryHolding, MemoryShelf, current_reader
 from weightcast.publish.publication import Publication
 from weightcast.publish.shares import given
 from weightcast.store.acks import Acks
 from weightcast.store.version_file import step_of
+from weightcast.store.writer import HasStateDict, PublishAs
 from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.transports.ipc.host_memory import HostDevice
+from weightcast.transports.nixl.agent import device_at
+from weightcast.transports.nixl.agents import Agents
 from weightcast.wire.depot import PREFIX, Ack
 from weightcast.wire.manifest import check_version_id
 from weightcast.wire.shares import encode_share
@@ -45,26 +48,28 @@ HOLD_S = 60.0
 class DepotPublisher:
     """Serves the versions that it is given over HTTP, from memory of its own.
 
-        with DepotPublisher("0.0.0.0:8300") as publisher:
+        with DepotPublisher("0.0.0.0:8300", token=token) as publisher:
             for step in range(1000):
                 train()
                 publisher.publish(f"step_{step}", model.state_dict())
 
-    Receivers open `http://trainer:8300`, as they would any depot. Each of several trainer `ranks` has a publisher of its
+    Receivers open `http://trainer:8300`, as they would any depot. It listens on the loopback unless `listen` says
+    otherwise: 0.0.0.0 is all addresses. Each of several trainer `ranks` has a publisher of its
     own, and publishes what it holds of a version under the same id: whole tensors, `DTensor`s as FSDP keeps them, or
     `Shard`s. A version is there when all of them have published it; receivers are given all their URLs, in any order.
 
-    `publish` keeps the last `slots` versions, each in memory of its size. A receiver that still reads the oldest when its
-    memory is needed has `hold_s` seconds, and is then cut off. `threads` copy and hash. With a `token`, receivers must show
-    it; with `tls`, they must speak TLS. With `nixl`, receivers that open `nixl://` read the memory themselves, and the
-    trainer can `lend` them its tensors.
+    `publish` keeps the last `slots` versions, each in memory of its size. The memory of the oldest is used again as soon as
+    every update that read it is acknowledged. One that still reads has `hold_s` seconds, and is then cut off. `threads` copy
+    and hash. With a `token`, receivers must show it; with `tls`, they must speak TLS. With `nixl`, receivers that open
+    `nixl://` read the memory themselves, through a port of UCX at the same address, and the trainer can `lend` them its
+    tensors.
 
     One thread at a time may publish. Nothing of this is needed in children of a fork.
     """
 
     def __init__(
         self,
-        listen: str = "0.0.0.0:8300",
+        listen: str = "127.0.0.1:8300",
         *,
         rank: int = 0,
         ranks: int = 1,
@@ -84,12 +89,12 @@ class DepotPublisher:
         self._sequence = 0
         self._told = _Told()
         self._shelf = MemoryShelf(slots=slots, hold_s=hold_s, where=f"the memory of trainer rank {rank}")
-        self._leases = Leases() if nixl else None
+        self._leases = Leases(Agents(nic=device_at(listening_host(listen)))) if nixl else None
         questions = Questions(self._shelf, None)
         routes = [*questions.routes(), Route("GET", f"{PREFIX}/versions/{{version}}/share", _Shares(self._shelf).answer)]
-        if self._leases is not None:
-            routes += NixlExport(self._shelf, self._leases).routes()
-        self._depot = Depot(questions.shelf, listen, token=token, tls=tls, acks=_NotingAcks(self._told.note), routes=routes)
+        routes += NixlExport.refusals() if self._leases is None else NixlExport(self._shelf, self._leases).routes()
+        acks = _NotingAcks(self._told, self._shelf)
+        self._depot = Depot(questions.shelf, listen, token=token, tls=tls, acks=acks, routes=routes)
         self.url = self._depot.url
         self._end = weakref.finalize(self, _close, self._depot, self._shelf, self._leases, os.getpid())
 
@@ -107,8 +112,11 @@ class DepotPublisher:
     def publish(
         self,
         version: str,
-        tensors: Mapping[str, object],
+        tensors: Mapping[str, object] | HasStateDict,
         *,
+        dtype: str | None = None,
+        keep_dtype: Sequence[str] = (),
+        strip_wrappers: bool = False,
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
         algorithm: Algorithm = DEFAULT,
@@ -118,12 +126,12 @@ class DepotPublisher:
 
         It waits for receivers that still read the version whose memory this one takes: the last but one. If it fails, that
         version is gone and the newest is as before. What it gives back tells which receivers serve the version.
+        `dtype`, `keep_dtype` and `strip_wrappers` are those of `Store.publish`; all ranks must give the same.
         """
-        if not isinstance(tensors, Mapping):
-            raise InvalidInput("publish needs a mapping of tensors that are alive together.")
+        form = PublishAs.of(dtype, keep_dtype, strip_wrappers=strip_wrappers)
         deadline, began = Deadline.after(timeout), time.monotonic()
         with self._turn(version):
-            draft = self._drafted(version, tensors, algorithm)
+            draft = self._drafted(version, tensors, algorithm, form)
             slot = self._shelf.take(draft.memory_nbytes, deadline)
             try:
                 digests = fill(
@@ -173,7 +181,7 @@ class DepotPublisher:
             )
         deadline = Deadline.after(timeout)
         with self._turn(version):
-            draft = self._drafted(version, tensors, algorithm)
+            draft = self._drafted(version, tensors, algorithm, PublishAs())
             digests = hashed(draft.tensors(), algorithm=algorithm, threads=self._threads, deadline=deadline)
             files = draft.files(digests, self._release(version, step, metadata))
             lease = self._leases.lend(version, files.manifest, draft.tensors(), seconds)
@@ -197,8 +205,13 @@ class DepotPublisher:
         finally:
             self._publishing.release()
 
-    def _drafted(self, version: str, tensors: Mapping[str, object], algorithm: Algorithm) -> Draft:
-        own, tied = given(tensors, ranks=self._ranks)
+    def _drafted(
+        self, version: str, tensors: Mapping[str, object] | HasStateDict, algorithm: Algorithm, form: PublishAs
+    ) -> Draft:
+        named = form.named(tensors, version)
+        if not isinstance(named, Mapping):
+            raise InvalidInput("publish needs a mapping of tensors that are alive together.")
+        own, tied = given(named, ranks=self._ranks, form=form)
         return drafted(version, own, tied, rank=self._rank, ranks=self._ranks, algorithm=algorithm)
 
     def _release(self, version: str, step: int | None, metadata: Mapping[str, str] | None) -> Release:
@@ -251,16 +264,17 @@ class _Told:
 
 
 class _NotingAcks(Acks):
-    """Acknowledgements in memory, of which somebody is told."""
+    """Acknowledgements in memory. They count for publications, and free the memory that an update has read."""
 
-    def __init__(self, told: Callable[[Ack], None]) -> None:
+    def __init__(self, told: _Told, shelf: MemoryShelf) -> None:
         super().__init__(None)
-        self._tell = told
+        self._told, self._shelf = told, shelf
 
-    def note(self, ack: Ack) -> None:
-        """A receiver serves a version now."""
-        super().note(ack)
-        self._tell(ack)
+    def note(self, ack: Ack, client: str = "") -> None:
+        """A receiver serves a version now. The update that brought it there has its id in the headers of the request."""
+        super().note(ack, client)
+        self._told.note(ack)
+        self._shelf.finished(current_reader())
 
 
 def _close(depot: Depot, shelf: MemoryShelf, leases: Leases | None, owner: int) -> None:

@@ -50,6 +50,7 @@ class LentHolding:
     """
 
     ranks = 1
+    in_files = False
 
     def __init__(self, files: Files, draft: Draft, lease: Lease) -> None:
         self.manifest = files.manifest
@@ -82,6 +83,8 @@ class LentHolding:
             return [memoryview(self._small[file])[start:stop]]
         part, header = self._parts[file]
         return [] if start == stop else self._stretches(part, header, start, stop)
+
+    sendable = views
 
     def _stretches(self, part: MemoryPart, header: bytes, start: int, stop: int) -> list[memoryview]:
         views = [memoryview(header)[start:stop]] if start < len(header) else []

@@ -24,7 +24,8 @@ from weightcast.wire.shares import Share
 
 log = logs.get(__name__)
 
-QUIET_S = 0.5  # a receiver asks for the next range sooner than this
+QUIET_S = 0.5  # a receiver that has not acknowledged asks for the next range sooner than this
+_MAX_READING = 256  # updates of which a slot remembers when they last read
 _LOOK_S = 0.1
 _SLACK = 4  # memory that is this many times too large is given up for new one
 
@@ -34,6 +35,8 @@ class MemoryHolding:
 
     A version that several publishers share has no files here. Its `share` is told to receivers, which put it together.
     """
+
+    in_files = False
 
     def __init__(
         self,
@@ -100,6 +103,8 @@ class MemoryHolding:
         at = self._parts[file][0]
         return [self._memory[at + start : at + stop].data.toreadonly()]
 
+    sendable = views
+
     def tensor(self, name: str) -> tuple[Box, Array]:
         """The box of a tensor that is here."""
         if self._why_cut:
@@ -131,19 +136,36 @@ class Lent(Holding, Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """Memory for one version, and who reads that now. `held` is None while there is no whole version in it."""
+    """Memory for one version. `held` is None while there is no whole version in it.
+
+    `readers` counts requests that read it now. `reading` has the updates that may ask for more of it, as `current_reader`
+    names them, and when each last read.
+    """
 
     memory: HostMemory
     held: MemoryHolding | None = None
     readers: int = 0
-    read_s: float = field(default=float("-inf"))
+    reading: dict[str, float] = field(default_factory=dict)
+
+    def note(self, reader: str) -> None:
+        """An update has read something."""
+        self.reading.pop(reader, None)
+        self.reading[reader] = time.monotonic()
+        if len(self.reading) > _MAX_READING:
+            del self.reading[next(iter(self.reading))]
+
+    @property
+    def read_s(self) -> float:
+        """When an update that is not done with it last read something."""
+        return max(self.reading.values(), default=float("-inf"))
 
 
 class MemoryShelf:
     """At most `slots` versions, so that one can be written while those before it are read.
 
-    The oldest makes room for a new one when nobody has read it for a moment, or after `hold_s`. Whoever reads it then is cut
-    off, and never sees bytes of another version: memory that is still being sent from is not used again.
+    The oldest makes room for a new one when every update that read it is `finished`, or none has read it for a moment, or
+    after `hold_s`. An update that still reads it then is cut off, and never sees bytes of another version: memory that is
+    still being sent from is not used again.
     """
 
     def __init__(self, *, slots: int, hold_s: float, where: str) -> None:
@@ -193,14 +215,22 @@ class MemoryShelf:
                 raise VersionNotFound(version, self.where, self.versions())
             if slot is not None:
                 slot.readers += 1
+        reader = current_reader()
         try:
             yield held
         finally:
             if slot is not None:
                 with self._changed:
                     slot.readers -= 1
-                    slot.read_s = time.monotonic()
+                    slot.note(reader)
                     self._changed.notify_all()
+
+    def finished(self, reader: str) -> None:
+        """An update has been acknowledged: it reads no more of any version."""
+        with self._changed:
+            for slot in self._slots if reader else ():
+                slot.reading.pop(reader, None)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let go of all memory. What is being sent stays until it was. Safe twice."""
@@ -232,6 +262,7 @@ class MemoryShelf:
                 if slot.held is not None:
                     slot.held.cut("its memory was needed for a newer one")
                     slot.held = None
+                slot.reading.clear()
                 if not slot.readers and nbytes <= slot.memory.nbytes <= max(nbytes * _SLACK, 1 << 20):
                     return slot
                 slot.memory.close()  # if it is still being sent from, it stays until that has ended
@@ -296,6 +327,12 @@ class MemoryShelf:
                 return
             deadline.check(f"waiting for receivers to read {held.manifest.version}")
             self._changed.wait(timeout=max(0.001, min(_LOOK_S, until - now, deadline.remaining())))
+
+
+def current_reader() -> str:
+    """The update that the request of this thread is part of, on its host; empty if the request does not say."""
+    ids = logs.ids()
+    return f"{ids['update_id']} {ids.get('client', '').rpartition(':')[0]}" if ids.get("update_id") else ""
 
 
 def _offer(held: MemoryHolding | Lent) -> Offer:

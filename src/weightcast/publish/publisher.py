@@ -6,30 +6,40 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Self
+from urllib.parse import unquote
 
+import msgspec
 from msgspec.structs import replace
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.errors import AnyPath, InvalidInput, NotFound, VersionExists, WeightcastError, WrongState
+from weightcast.errors import AnyPath, InvalidInput, NotFound, UnsupportedTensor, VersionExists, WeightcastError, WrongState
 from weightcast.publish.clerk import Clerk
 from weightcast.publish.desk import Desk
 from weightcast.publish.filling import aligned, fill
 from weightcast.publish.publication import Publication
+from weightcast.publish.shelf import Slab
 from weightcast.publish.streaming import BUCKETS, LiveStream
 from weightcast.store.version_file import step_of
-from weightcast.store.writer import survey
+from weightcast.store.writer import HasStateDict, PublishAs, survey
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.bridges import is_distributed, local_box, spec_of
 from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
 from weightcast.tensors.spec import TensorSpec
+from weightcast.transports.ipc.device import Memory
 from weightcast.transports.ipc.devices import device_called
 from weightcast.transports.ipc.legacy import legacy_path, write_legacy
 from weightcast.transports.ipc.place import Claim, Place
+from weightcast.wire.decoding import decode, split_url
 from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root
+
+if TYPE_CHECKING:
+    from weightcast.tensors.bridges.gathering import Gathering
 
 log = logs.get(__name__)
 
@@ -88,6 +98,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._publishing = threading.Lock()
         self._sequence = 0
+        self._rank, self._ranks = rank, ranks
         self._next_slab: threading.Thread | None = None
         self._clerk = Clerk(self._device, self._changed, slabs=slabs, hold_s=hold_s)
         self._place = Place.of_rank(root, rank)
@@ -129,8 +140,11 @@ class Publisher:
     def publish(
         self,
         version: str,
-        tensors: Mapping[str, object],
+        tensors: Mapping[str, object] | HasStateDict,
         *,
+        dtype: str | None = None,
+        keep_dtype: Sequence[str] = (),
+        strip_wrappers: bool = False,
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
         algorithm: Algorithm = DEFAULT,
@@ -139,22 +153,30 @@ class Publisher:
         """Copy a version into shared memory and make it the newest. When this returns, the tensors may change.
 
         It waits for receivers that still read the version whose memory this one takes: the last but one. If it fails, that
-        version is gone and the newest is as before.
+        version is gone and the newest is as before. `dtype`, `keep_dtype` and `strip_wrappers` are those of `Store.publish`.
+
+        DTensors that are sharded over processes (FSDP2) are gathered one after the other, and each rank holds some of them.
+        Then every rank of their mesh must have a publisher here, with its `rank` of as many `ranks`, and publish together.
         """
-        if not isinstance(tensors, Mapping):
+        form = PublishAs.of(dtype, keep_dtype, strip_wrappers=strip_wrappers)
+        named = form.named(tensors, version)
+        if not isinstance(named, Mapping):
             raise InvalidInput("publish needs a mapping of tensors that are alive together; stream() takes an iterator.")
         deadline, began = Deadline.after(timeout), time.monotonic()
         with self._turn(version):
-            specs, tied = survey(tensors)
-            entries, nbytes = _laid_out(specs.values())
-            if self._next_slab is not None:
-                self._next_slab.join(timeout=deadline.remaining())
-            deadline.check(f"waiting for memory for {version}")
-            slab = self._clerk.shelf.take(nbytes, deadline)
-            digests = fill(
-                self._device, slab.memory, entries, tensors,
-                algorithm=algorithm, threads=self._threads, deadline=deadline,
-            )  # fmt: skip
+            gathering = self._gathering(version, named)
+            copy = partial(fill, self._device, algorithm=algorithm, threads=self._threads, deadline=deadline)
+            if gathering is None:
+                whole = dict(form.converted(named))
+                specs, tied = survey(whole)
+                entries, nbytes = _laid_out(specs.values())
+                slab = self._take_slab(version, nbytes, deadline)
+                digests = copy(slab.memory, entries, whole)
+            else:
+                specs, tied, order = self._own_share(gathering, form)
+                entries, nbytes = _laid_out(specs.values())
+                slab = gathering.together(lambda: self._take_slab(version, nbytes, deadline))
+                digests = self._gathered(gathering, form, order, {entry.name: entry for entry in entries}, slab, copy)
             entries = tuple(replace(entry, digest=digests[entry.name]) for entry in entries)
             manifest = self._manifest(version, entries, tied, step, metadata, algorithm)
             manifest = replace(manifest, root_digest=compute_root(entries, algorithm))
@@ -188,6 +210,70 @@ class Publisher:
         write_legacy(path, manifest, place=self._place.path, handle=handle)
         return path
 
+    def _take_slab(self, version: str, nbytes: int, deadline: Deadline) -> Slab:
+        if self._next_slab is not None:
+            self._next_slab.join(timeout=deadline.remaining())
+        deadline.check(f"waiting for memory for {version}")
+        return self._clerk.shelf.take(nbytes, deadline)
+
+    def _gathering(self, version: str, tensors: Mapping[str, object]) -> Gathering | None:
+        """What gathers tensors that are sharded; None if there are none."""
+        if not any(map(is_distributed, tensors.values())):
+            return None
+        from weightcast.tensors.bridges.gathering import gathering_of  # noqa: PLC0415 - torch is an extra
+
+        found = gathering_of(version, tensors)
+        if found is not None and (found.rank, found.ranks) != (self._rank, self._ranks):
+            raise InvalidInput(
+                f"{version} has tensors that are sharded over {found.ranks} ranks, of which this is rank {found.rank}, and "
+                f"this is the publisher of rank {self._rank} of {self._ranks}. Make a Publisher({self.url!r}, "
+                f"rank={found.rank}, ranks={found.ranks}) on this rank, and so on every other, and publish on all of them."
+            )
+        return found
+
+    def _own_share(
+        self, gathering: Gathering, form: PublishAs
+    ) -> tuple[dict[str, TensorSpec], dict[str, str], Sequence[str]]:
+        """The tensors and tied names that this rank holds for all, and the order in which all tensors are gathered.
+
+        The first rank finds the ties: others may have no element of a tensor, and so no memory to recognise it by.
+        """
+        gathering.agree_on_tensors()
+        whole = dict(form.converted(gathering.lazy()))
+        tied = decode(gathering.share(msgspec.json.encode(survey(whole)[1])), dict[str, str])
+        specs = {name: spec_of(name, tensor) for name, tensor in whole.items() if name not in tied}
+        if len(specs) < self._ranks:
+            raise InvalidInput(f"{len(specs)} tensor(s) cannot be shared out to {self._ranks} ranks: publish to a Store.")
+        loads = [0] * self._ranks
+        owners: dict[str, int] = {}
+        for name in sorted(specs, key=lambda name: -specs[name].nbytes):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += max(1, specs[name].nbytes)
+        own = {name: spec for name, spec in specs.items() if owners[name] == self._rank}
+        return own, {name: holder for name, holder in tied.items() if holder in own}, list(specs)
+
+    def _gathered(
+        self,
+        gathering: Gathering,
+        form: PublishAs,
+        order: Sequence[str],
+        entries: Mapping[str, TensorEntry],
+        slab: Slab,
+        copy: Callable[[Memory, Sequence[TensorEntry], Mapping[str, object]], dict[str, str]],
+    ) -> dict[str, str]:
+        """Copy what this rank holds for all. All ranks gather all tensors, also after one of them has failed."""
+        digests: dict[str, str] = {}
+        failed: Exception | None = None
+        for name in order:
+            tensor = gathering.tensor(name)
+            if failed is None and name in entries:
+                try:
+                    digests |= copy(slab.memory, [entries[name]], {name: form.tensor(name, tensor)})
+                except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
+                    failed = error
+        gathering.agree(failed)
+        return digests
+
     def _provide(self, nbytes: int) -> None:
         """Have the next slab made while the trainer goes on."""
         if self._next_slab is None:
@@ -217,6 +303,13 @@ class Publisher:
         Receivers that fall behind are dropped; if none is left, `ReceiversLost` is raised.
         """
         if isinstance(tensors, Mapping):
+            for name, tensor in tensors.items():
+                distributed = local_box(name, tensor)
+                if distributed is not None and distributed[1] != Box.whole(distributed[0]):
+                    raise UnsupportedTensor(
+                        f"tensor {name!r} is sharded over processes: stream an iterator of tensor.full_tensor(), with these "
+                        "tensors as like=, on every rank that has a part of them; or publish()."
+                    )
             like, tensors = tensors, tensors.items()
         if like is None:
             raise InvalidInput("an iterator does not say what will come: pass like=, a mapping of the same names.")
@@ -344,7 +437,7 @@ class _Turn:
 
 def _directory(url: AnyPath) -> Path:
     if isinstance(url, str) and "://" in url:
-        parts = urlsplit(url)
+        parts = split_url(url)
         if parts.scheme != "ipc" or parts.netloc not in ("", "localhost") or not parts.path or parts.query:
             raise InvalidInput(f"{url!r} must name a directory on this host: ipc:///dev/shm/run.")
         return Path(unquote(parts.path))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from weightcast.errors import InvalidInput
+from weightcast.store.writer import PublishAs
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import bridge_for, local_box, spec_of
 from weightcast.tensors.spec import TensorSpec
@@ -35,7 +36,9 @@ class Given:
         return TensorSpec(name=self.spec.name, dtype=self.spec.dtype, shape=self.box.shape)
 
 
-def given(tensors: Mapping[str, object], *, ranks: int) -> tuple[dict[str, Given], dict[str, str]]:
+def given(
+    tensors: Mapping[str, object], *, ranks: int, form: PublishAs | None = None
+) -> tuple[dict[str, Given], dict[str, str]]:
     """What a mapping holds: the tensors that have bytes of their own, and the names that are tied to them.
 
     Names that are the same box of tensors of the same shape, in the same memory, are the same tensor. Without other
@@ -47,6 +50,9 @@ def given(tensors: Mapping[str, object], *, ranks: int) -> tuple[dict[str, Given
     problems = []
     for name, tensor in tensors.items():
         one = _given(name, tensor)
+        if form is not None:
+            one = replace(one, tensor=form.tensor(name, one.tensor))
+            one = replace(one, spec=replace(one.spec, dtype=spec_of(name, one.tensor).dtype))
         if not one.box.fits(one.spec.shape):
             problems.append(
                 f"{name!r} cannot have a box of shape {one.box.shape} at {one.box.start} of {one.spec.describe()}"

@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from weightcast.errors import UnsupportedTensor
+from weightcast.errors import InvalidInput, UnsupportedTensor
 from weightcast.tensors.dtypes import DType
 
+_SHOWN = 5  # of many names, in a message
 RESERVED_NAME = "__metadata__"  # a key of the safetensors header
 
 
 def _has_surrogates(text: str) -> bool:
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# What torch.compile, activation checkpointing and FSDP1 put into the names of what they wrap, at any place.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_OUTERMOST = "module."  # DistributedDataParallel puts it in front of all names; elsewhere it may be the name of a module
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name without what wrappers of modules put into it. `module.` is removed once, and only if all names have it.
+
+    Two names may become the same: `check_distinct` refuses that.
+    """
+    bare = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) or name for name in names}
+    if bare and all(name.startswith(_OUTERMOST) for name in bare.values()):
+        bare = {name: short.removeprefix(_OUTERMOST) for name, short in bare.items()}
+    return bare
+
+
+def barest_names(names: Iterable[str]) -> dict[str, str]:
+    """As `bare_names`, and with every `module.` removed that all names begin with: the form in which names are compared."""
+    bare = bare_names(names)
+    while (barer := bare_names(bare.values())) != {name: name for name in barer}:
+        bare = {name: barer[short] for name, short in bare.items()}
+    return bare
+
+
+def check_distinct(bare: Mapping[str, str], what: str) -> None:
+    """Refuse names that would become the same, listing the first of them."""
+    holders: dict[str, list[str]] = {}
+    for name, short in bare.items():
+        holders.setdefault(short, []).append(name)
+    same = [f"{' and '.join(names)} become {short}" for short, names in holders.items() if len(names) > 1]
+    if same:
+        more = f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
+        raise InvalidInput(
+            f"the names of {what} cannot be stripped of their wrappers: {'; '.join(same[:_SHOWN])}{more}. Rename them."
+        )
 
 
 @dataclass(frozen=True)

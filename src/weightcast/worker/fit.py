@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weightcast.errors import Mismatch, VersionDoesNotFit
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.placing import converts
+from weightcast.tensors.spec import barest_names, check_distinct
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.capture import CapturedPart
 
 Group = tuple[str, ...]
+
+_SHOWN_NAMES = 3  # of many that are explained at once
 
 # Tensors that engines fuse into one: half of such a group must never arrive alone.
 TRANSFORMER_GROUPS: tuple[Group, ...] = (
@@ -64,28 +70,36 @@ class FitRules:
 
     `groups` are sets of patterns with one ``*`` in common places that must be in a version together. `ignore` are patterns
     of tensors that a version has and no model wants. `fixed` are patterns of parameters that versions do not carry.
+    `strip_wrappers` compares names without what wrappers of modules put into them.
     """
 
     groups: Sequence[Group] = ()
     ignore: Sequence[str] = ()
     fixed: Sequence[str] = ()
+    strip_wrappers: bool = False
+
+    def keeps(self, slot: Slot) -> bool:
+        """Whether a slot may stay as it is where a version has nothing for it."""
+        return slot.resident and any(_matches(name, self.fixed) for name in slot.names)
 
 
 def plan_update(manifest: Manifest, parts: Sequence[CapturedPart], rules: FitRules, *, swap: bool) -> Plan:
     """Which tensor goes where, or `VersionDoesNotFit` with every mismatch; `swap` also asks that memory can be swapped."""
     mismatches: list[Mismatch] = []
     landings: list[Landing] = []
+    bare = barest_names(manifest.by_name()) if rules.strip_wrappers else {}
+    check_distinct(bare, f"version {manifest.version}")
     for part in parts:
-        found = _Arrivals(manifest, part)
+        found = _Arrivals(manifest, part, bare)
         mismatches += found.mismatches
-        landings += found.land(rules.fixed, mismatches)
+        landings += found.land(rules, mismatches)
     landed = {entry.name for landing in landings for entry in (landing.entry, *landing.same)}
     for name, entry in manifest.by_name().items():
         if entry.name not in landed and not _matches(name, rules.ignore) and name == entry.name:
             mismatches.append(
                 Mismatch("unexpected", name, f"the version has {entry.spec.describe()}, the model has no such name")
             )
-    mismatches += _broken_groups(set(manifest.by_name()), rules.groups)
+    mismatches += broken_groups(set(manifest.by_name()), rules.groups)
     if swap:
         mismatches += [
             Mismatch(
@@ -99,15 +113,18 @@ def plan_update(manifest: Manifest, parts: Sequence[CapturedPart], rules: FitRul
             Mismatch("nothing to write", manifest.version, "no tensor of the version has a place in the model")
         )
     if mismatches:
-        raise VersionDoesNotFit(manifest.version, _without_repeats(mismatches))
+        names = {name for part in parts for slot in part.slots for name in slot.names}
+        raise misfit(manifest.version, manifest.by_name(), mismatches, names, live=True)
     return Plan(tuple(landings))
 
 
 class _Arrivals:
     """What a version brings for each slot of one part."""
 
-    def __init__(self, manifest: Manifest, captured: CapturedPart) -> None:
+    def __init__(self, manifest: Manifest, captured: CapturedPart, bare: Mapping[str, str]) -> None:
+        """`bare` are the names to use instead of those of the version."""
         part = captured.part
+        self._part = captured
         self.mismatches: list[Mismatch] = []
         self._slots = captured.slots
         self._digests = manifest.algorithm is not None
@@ -118,7 +135,8 @@ class _Arrivals:
             if part.names is not None and not _matches(name, part.names):
                 continue
             matched += 1
-            own_name = part.rename(name) if part.rename else name
+            own_name = bare.get(name, name)
+            own_name = part.rename(own_name) if part.rename else own_name
             slot = known.get(own_name)
             if slot is not None:
                 self._by_slot.setdefault(id(slot), []).append(entry)
@@ -128,12 +146,12 @@ class _Arrivals:
             patterns = ", ".join(part.names)
             self.mismatches.append(Mismatch("missing", patterns, "the version has no tensor that matches these names"))
 
-    def land(self, fixed: Sequence[str], mismatches: list[Mismatch]) -> Iterator[Landing]:
+    def land(self, rules: FitRules, mismatches: list[Mismatch]) -> Iterator[Landing]:
         for slot in self._slots:
             entries = self._by_slot.get(id(slot), [])
             if not entries:
-                if not (slot.resident and any(_matches(name, fixed) for name in slot.names)):
-                    detail = f"the model wants {slot.spec.describe()}, the version does not have it"
+                if not rules.keeps(slot):
+                    detail = f"the model wants {self._part.whole(slot).describe()}, the version does not have it"
                     mismatches.append(Mismatch("missing", " = ".join(slot.names), detail))
                 continue
             mismatches += self._disagreements(slot, entries)
@@ -142,12 +160,12 @@ class _Arrivals:
 
     def _disagreements(self, slot: Slot, entries: list[TensorEntry]) -> Iterator[Mismatch]:
         for entry in entries:
-            if entry.dtype != slot.spec.dtype:
-                yield Mismatch("dtype", entry.name, f"the model has {slot.spec.dtype}, the version {entry.dtype}")
-            if entry.shape != slot.spec.shape:
-                yield Mismatch(
-                    "shape", entry.name, f"the model has {list(slot.spec.shape)}, the version {list(entry.shape)}"
-                )
+            wanted = self._part.whole(slot)
+            if entry.dtype != wanted.dtype:
+                detail = f"the model has {wanted.dtype}, the version {entry.dtype}"
+                yield Mismatch("dtype", entry.name, detail, found=entry.dtype, wanted=wanted.dtype)
+            if entry.shape != wanted.shape:
+                yield Mismatch("shape", entry.name, f"the model has {list(wanted.shape)}, the version {list(entry.shape)}")
         distinct = {entry.name for entry in entries}
         if len(distinct) > 1 and (not self._digests or len({entry.digest for entry in entries}) > 1):
             detail = "the model ties these names to one memory, the version has different bytes for them"
@@ -158,11 +176,71 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _without_repeats(mismatches: list[Mismatch]) -> list[Mismatch]:
-    return list(dict.fromkeys(mismatches))
+def misfit(
+    version: str,
+    theirs: Collection[str],
+    mismatches: Sequence[Mismatch],
+    ours: Collection[str] | None,
+    *,
+    live: bool = False,
+) -> VersionDoesNotFit:
+    """The error for a version with names `theirs` that does not fit a model with names `ours` (None: they are not known).
+
+    Names that differ only by wrappers, and dtypes that can be converted, are explained once. `live`: the model is that of a
+    `LiveModel`, which can strip names itself.
+    """
+    found = list(dict.fromkeys(mismatches))
+    return VersionDoesNotFit(version, found, [*_name_cures(found, theirs, ours, live=live), *_dtype_cures(found)])
 
 
-def _broken_groups(names: set[str], groups: Sequence[Group]) -> Iterator[Mismatch]:
+def _name_cures(
+    mismatches: Sequence[Mismatch], theirs: Collection[str], ours: Collection[str] | None, *, live: bool
+) -> Iterator[tuple[str, list[Mismatch]]]:
+    there = _by_bare_name(theirs)
+    here = {bare: bare for bare in there} if ours is None else _by_bare_name(ours)
+    pairs = {there[bare]: here[bare] for bare in there.keys() & here.keys() if there[bare] != here[bare]}
+    wanted = set(pairs.values())
+    some = [
+        one
+        for one in mismatches
+        if (one.name in pairs if one.kind != "missing" else not wanted.isdisjoint(one.name.split(" = ")))
+    ]
+    if not some:
+        return
+    wrapped = [name for name in pairs if len(name) > len(pairs[name])]  # by what the trainer published; else it is the model
+    example = min(wrapped or pairs)
+    cures = ["publish it with strip_wrappers=True (weightcast publish --strip-wrappers)"] if wrapped else []
+    cures += ["make the LiveModel with strip_wrappers=True"] if live else []
+    yield (
+        f"{len(pairs)} of its {len(theirs)} names differ from the model's only by what a wrapper puts into them: it has "
+        f"{example!r}, the model {pairs[example]!r}; {' or '.join(cures) or 'unwrap the model'}.",
+        some,
+    )
+
+
+def _by_bare_name(names: Collection[str]) -> dict[str, str]:
+    """Names by what remains of them without wrappers, but for those of which the same remains."""
+    bare = barest_names(names)
+    counts = Counter(bare.values())
+    return {short: name for name, short in bare.items() if counts[short] == 1}
+
+
+def _dtype_cures(mismatches: Sequence[Mismatch]) -> Iterator[tuple[str, list[Mismatch]]]:
+    by_dtypes: dict[tuple[str, str], list[Mismatch]] = {}
+    for one in mismatches:
+        if one.kind == "dtype" and one.found and converts(DType(one.found), DType(one.wanted)):
+            by_dtypes.setdefault((one.found, one.wanted), []).append(one)
+    for (found, wanted), some in by_dtypes.items():
+        names = ", ".join([one.name for one in some[:_SHOWN_NAMES]] + (["..."] if len(some) > _SHOWN_NAMES else []))
+        yield (
+            f"{len(some)} tensor(s) are {found} and the model wants {wanted} ({names}): publish with dtype={str(wanted)!r} "
+            f"(weightcast publish --dtype {wanted}), and keep_dtype= for tensors that are to stay as they are.",
+            some,
+        )
+
+
+def broken_groups(names: set[str], groups: Sequence[Group]) -> Iterator[Mismatch]:
+    """Groups of which a version has a part only."""
     for group in groups:
         stems: dict[tuple[str, ...], set[str]] = {}
         for pattern in group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +24,16 @@ from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.fit import FitRules, Group
 from weightcast.worker.holding import Holding, name_foreign
-from weightcast.worker.result import CommitMode, UpdateResult, finished
+from weightcast.worker.result import CommitMode, Timeline, UpdateResult, finished
 from weightcast.worker.route import choose_version
 from weightcast.worker.serving import StagedUpdate
+from weightcast.worker.shard_layout import Shards
+from weightcast.worker.shard_target import BoxTarget
+from weightcast.worker.shard_version import ShardVersion
 from weightcast.worker.stager import Stager
 from weightcast.worker.states import LegacyStatus, State
 from weightcast.worker.targets.base import Slot
-from weightcast.worker.targets.capture import capture_parts
+from weightcast.worker.targets.capture import CapturedPart, capture_parts
 
 log = logs.get(__name__)
 
@@ -47,6 +49,16 @@ class LiveModel:
     FAILED (`inplace`): then the model holds no whole version, and the next update from any source recovers it. A version
     that is a delta is followed to what the model holds, else to the nearest full version. Parameters must not be changed
     from outside while an update is staged, nor between updates by deltas. One update runs at a time; a second is refused.
+
+    Of a module that FSDP2 shards, or other DTensors, each rank has a `LiveModel` of its own, which takes the boxes that the
+    rank holds: updates must then be made on all ranks, and are not coordinated between them. `layout` says the same of a
+    model with tensor parallelism of its own: which boxes of a version's tensors its parameters are made of (`Shards`). Such
+    a model is committed by `copy`, `inplace` or `delta`, with `layout` also by `swap`; its `served_manifest` and
+    `root_digest` are those of its own parameters.
+
+    `rank` is who this is: sources that hold a file for each rank (`snapshot://`, `legacy-ipc://`) give that rank's, and
+    results, logs and errors name it. `strip_wrappers` compares names without what `torch.compile`, activation checkpointing,
+    FSDP1 and DDP put into them, in the model and in versions.
 
     `source` is where updates come from unless they say otherwise. `device` is where parameters on the meta device get their
     memory. `groups`, `ignore` and `fixed` are described at `FitRules`. `post_load` runs once after each commit, before the
@@ -66,9 +78,10 @@ class LiveModel:
         model: object,
         *,
         rank: int = 0,
-        ranks: int = 1,
         source: Source | None = None,
         device: str = "cpu",
+        layout: Shards | None = None,
+        strip_wrappers: bool = False,
         groups: Sequence[Group] = (),
         ignore: Sequence[str] = (),
         fixed: Sequence[str] = (),
@@ -79,22 +92,28 @@ class LiveModel:
         buffers: Buffers | None = None,
         name: str | None = None,
     ) -> None:
-        if not 0 <= rank < ranks:
-            raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
+        if rank < 0:
+            raise InvalidInput(f"rank {rank} does not exist: ranks count from 0.")
         if threads is not None and threads < 1:
             raise InvalidInput(f"{threads} threads cannot copy anything: give 1 or more.")
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._threads = threads or min(_THREADS, os.cpu_count() or 1)
         self._buffers = Buffers() if buffers is None else buffers
         self._kept = KeptReceiver()
-        self._parts = capture_parts(model, device)
-        self._rules = FitRules(groups=groups, ignore=ignore, fixed=fixed)
+        self._parts = capture_parts(model, device, strip_wrappers=strip_wrappers)
+        self._rules = FitRules(groups=groups, ignore=ignore, fixed=fixed, strip_wrappers=strip_wrappers)
+        self._boxes = BoxTarget.of(self._parts, self._rules, layout)
         self._source = source
         self._tick = tick or silent
         state = State.READY if all(slot.resident for slot in self._slots()) else State.CLEARED
+
         self._holding = Holding(
-            state, rank=rank, post_load=post_load or silent, tick=self._tick, keep_previous=keep_previous
+            state,
+            rank=rank,
+            post_load=partial(_after_write, self._parts, post_load),
+            tick=self._tick,
+            keep_previous=keep_previous,
         )
 
     # -- what it is ----------------------------------------------------------------------------------------------
@@ -166,11 +185,12 @@ class LiveModel:
         groups and completeness are always checked. A version that is already served is a success, and nothing moves.
         """
         _check_mode(commit)
-        deadline, started = Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, use):
+        deadline, timeline = Deadline.after(timeout), Timeline()
+        chosen = self._chosen(source, version, timeline, verify_checksum=verify_checksum, deadline=deadline)
+        with chosen as (stager, manifest, use):
             if self._holding.serves(manifest):
-                return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, started=started)
-            staged = self._stage(stager, manifest, commit, started, use)
+                return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, timeline)
+            staged = self._stage(stager, manifest, commit, use)
         return self.commit(staged)
 
     # -- updating in steps: stage, then commit or abandon ----------------------------------------------------------
@@ -192,9 +212,10 @@ class LiveModel:
         update has ended. `deadline` goes before `timeout`, and may be one that can be cancelled.
         """
         _check_mode(commit)
-        deadline, started = deadline or Deadline.after(timeout), time.monotonic()
-        with self._chosen(source, version, verify_checksum=verify_checksum, deadline=deadline) as (stager, manifest, use):
-            return self._stage(stager, manifest, commit, started, use)
+        deadline, timeline = deadline or Deadline.after(timeout), Timeline()
+        chosen = self._chosen(source, version, timeline, verify_checksum=verify_checksum, deadline=deadline)
+        with chosen as (stager, manifest, use):
+            return self._stage(stager, manifest, commit, use)
 
     def commit(self, staged: StagedUpdate) -> UpdateResult:
         """Make a staged version live, or put everything back and raise `CommitFailed`: `enter`, `prove` and `settle`."""
@@ -254,6 +275,10 @@ class LiveModel:
 
         The model keeps its shape and takes any version afterwards. Clearing a cleared model is fine.
         """
+        if any(part.boxes for part in self._parts):
+            raise InvalidInput(
+                "the memory of distributed parameters belongs to what distributes them: it cannot be cleared."
+            )
         lifecycle = self._holding.lifecycle
         lifecycle.begin("clear", State.CLEARING)
         self._buffers.clear()  # and what comes back from now on is freed
@@ -297,7 +322,7 @@ class LiveModel:
 
     @contextmanager
     def _chosen(
-        self, source: Source | None, version: str | None, *, verify_checksum: bool, deadline: Deadline
+        self, source: Source | None, version: str | None, timeline: Timeline, *, verify_checksum: bool, deadline: Deadline
     ) -> Iterator[tuple[Stager, Manifest, Use]]:
         """A stager with an open receiver, the version to take, and the use of the receiver, which ends with the context.
 
@@ -311,15 +336,22 @@ class LiveModel:
         use, manifest = self._kept.open(given, rank=self.rank, ask=ask)
         with use as receiver:
             stager = Stager(
-                receiver, self._parts, self._rules, verify_checksum, deadline, self._buffers, self._threads, self._tick
+                receiver, self._parts, self._rules, verify_checksum, deadline, self._buffers, self._threads, self._tick,
+                timeline,
             )  # fmt: skip
             yield stager, manifest, use
 
-    def _stage(self, stager: Stager, manifest: Manifest, mode: CommitMode, started: float, use: Use) -> StagedUpdate:
+    def _stage(self, stager: Stager, manifest: Manifest, mode: CommitMode, use: Use) -> StagedUpdate:
         holding = self._holding
         holding.lifecycle.begin("stage", State.STAGING)
+        version: ShardVersion | None = None
+        own = stager
+        stager.timeline.enter("stage")
         try:
-            ready = stager.stage(
+            if self._boxes is not None:
+                version = self._boxes.cut(stager, manifest, holding.served, mode)
+                own, manifest, mode = self._boxes.staging(stager, version, mode)
+            ready = own.stage(
                 manifest,
                 mode,
                 served=holding.served,
@@ -328,19 +360,25 @@ class LiveModel:
                 drop_spare=holding.drop_spare,
             )
         except BaseException as error:
+            if version is not None:
+                version.close()
             holding.lifecycle.move("stage", holding.lifecycle.resting)
             name_foreign(error, manifest.version)
             raise
         release = silent if ready.commit.undoes_alone else use.outlast()
+        full = None if version is None else version.full
         tell = (
-            partial(self._acknowledge, use.source, ready.manifest)
+            partial(logs.carried(self._acknowledge), use.source, full or ready.manifest)
             if isinstance(use.receiver, AcknowledgingReceiver)
             else silent
         )
         staged = StagedUpdate(
-            ready.manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit, ready.nbytes,
-            stager.deadline, started, ready.stage_s, ready.verify_s, release, tell,
+            ready.manifest, ready.plan, ready.mode, stager.checksum, stager.receiver.url, ready.commit,
+            ready.nbytes if version is None else version.nbytes,
+            stager.deadline, stager.timeline,
+            release if version is None else partial(_end_cut, version, release), tell, full,
         )  # fmt: skip
+        stager.timeline.enter("wait")
         holding.hold(staged)
         return staged
 
@@ -359,6 +397,18 @@ class LiveModel:
         else:
             with use:
                 return
+
+
+def _after_write(parts: Sequence[CapturedPart], post_load: Callable[[], None] | None) -> None:
+    for part in parts:
+        part.reshard()
+    if post_load is not None:
+        post_load()
+
+
+def _end_cut(version: ShardVersion, release: Callable[[], None]) -> None:
+    version.close()
+    release()
 
 
 def _check_mode(mode: str) -> None:

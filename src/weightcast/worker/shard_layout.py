@@ -10,10 +10,11 @@ from math import prod
 
 import numpy as np
 
-from weightcast.errors import InvalidInput, Mismatch, VersionDoesNotFit
+from weightcast.errors import InvalidInput, Mismatch
 from weightcast.tensors.boxes import Box, Held
 from weightcast.tensors.placing import converts
 from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.worker.fit import misfit
 
 Shape = tuple[int, ...]
 
@@ -37,7 +38,7 @@ class Shards:
 
     Elements of a parameter that no placement covers are padding: they are 0. `sources` are all tensors of the model and
     their shapes, also those of which other ranks hold everything: a version must have each of them. `ignore` are patterns
-    of tensors that a version has and nobody wants.
+    of tensors that a version has and no model wants.
     """
 
     held: tuple[Held, ...]
@@ -66,7 +67,7 @@ class Shards:
         """Raise `VersionDoesNotFit` listing every mismatch."""
         mismatches = self.mismatches(manifest)
         if mismatches:
-            raise VersionDoesNotFit(manifest.version, mismatches)
+            raise misfit(manifest.version, manifest.by_name(), mismatches, self.sources)
 
     def named_as(self, manifest: Manifest) -> tuple[Held, ...]:
         """The same with every source under the name that holds its bytes in a version."""

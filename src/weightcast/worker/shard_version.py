@@ -23,8 +23,9 @@ class ShardVersion:
     """The parameters of a rank as a version. Made by `cut`.
 
     `full` is the version as it was published, `nbytes` what was fetched of it, `by_delta` whether it is the changes since
-    what the rank serves. It also knows the version that the rank serves, so that a commit that failed can be undone. The
-    receivers that it was made with stay the caller's to close.
+    what the rank serves. `unproved` are the digests of whole tensors that were read and not compared. It also knows the
+    version that the rank serves, so that a commit that failed can be undone. The receivers that it was made with stay the
+    caller's to close.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class ShardVersion:
         arrays: dict[str, Array] | None,
         changes: Delta | None,
         nbytes: int,
+        unproved: Mapping[str, str],
     ) -> None:
         self.url = origin.receiver.url
         self.full = origin.manifest
         self.shard = shard
         self.nbytes = nbytes
+        self.unproved = unproved
         self._origin, self._shards, self._buffers = origin, shards, buffers
         self._held, self._restore = held, restore
         self._arrays, self._changes = arrays, changes
@@ -52,6 +55,11 @@ class ShardVersion:
     def by_delta(self) -> bool:
         """Whether there are changes to apply rather than whole parameters."""
         return self.shard.base is not None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the rank serves these very bytes already, under whatever name."""
+        return self._changes is not None and not self._changes.tensors
 
     def newest(self) -> str:
         """The version that was cut."""
@@ -106,7 +114,7 @@ class ShardVersion:
     def _streamed(self, origin: Origin, names: Collection[str] | None, deadline: Deadline) -> Generator[Piece, None, None]:
         held = [one for one in self._shards.named_as(origin.manifest) if names is None or one.spec.name in names]
         tally = untold()
-        proof = Proof(origin, checksum=False)  # whoever writes them somewhere compares the digests of the parameters
+        proof = Proof(origin, checksum=False, hashed=False)  # the digests of parameters are compared where they are written
         with closing(assembled(origin, held, self._buffers, proof=proof, deadline=deadline, tally=tally)) as parameters:
             for one, array in parameters:
                 if one.spec.nbytes:

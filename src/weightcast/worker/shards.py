@@ -23,13 +23,13 @@ from weightcast.errors import InvalidInput, SourceFailed
 from weightcast.tensors.boxes import Held
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array
-from weightcast.transports.base import CatchUpReceiver, Receiver, StateReceiver
+from weightcast.transports.base import CatchUpReceiver, Receiver, StateReceiver, delta_use
 from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.deltas import fetched_chain
 from weightcast.worker.hashing import watched_digest
 from weightcast.worker.result import CommitMode
-from weightcast.worker.route import plan_route
+from weightcast.worker.route import NO_DELTA, insist_on_deltas, plan_route
 from weightcast.worker.serving import Stopwatch
 from weightcast.worker.shard_assembly import assembled, needed, needed_nbytes
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
@@ -61,8 +61,9 @@ def cut(
 ) -> ShardVersion:
     """Fetch what a rank needs of a version, prove it, and put the rank's parameters together. Runs beside the engine.
 
-    `held` is what the rank serves: a delta on it becomes a delta of the rank's own parameters, proved against the full new
-    state, unless `mode` is "inplace" or dtypes differ. With "inplace" everything is read and proved now, and streamed a
+    `held` is what the rank serves: nothing is fetched if it is the same state under another name. A delta on it
+    becomes a delta of the rank's own parameters, proved against the full new state, unless `mode` is "inplace" or dtypes
+    differ. With "inplace" everything is read and proved now, and streamed a
     second time by `pieces`, so the receiver must stay open. `restore` is where `held` can be streamed from again.
     `progress` is told bytes done and in total. Memory for parameters comes from `buffers`, but for "inplace", which holds
     only parameters that are not complete yet, and a little.
@@ -81,8 +82,12 @@ def cut(
     memory = Buffers(_INPLACE_NBYTES) if mode == "inplace" or buffers is None else buffers
     job = _Cut(Origin(receiver, manifest), shards, held, checksum, deadline, progress, memory, restore)
     watch = Stopwatch()
-    deltas = job.deltas_from_held() if mode != "inplace" else ()
-    version = job.by_delta(deltas) if deltas else job.whole(keep=mode != "inplace")
+    same = job.is_held()
+    deltas = job.deltas_from_held() if mode != "inplace" and not same else ()
+    if not deltas and not same:
+        why = "a commit in place takes none" if mode == "inplace" else NO_DELTA
+        insist_on_deltas(receiver, manifest, held.full if held is not None else None, why)
+    version = job.by_delta(deltas) if deltas or same else job.whole(keep=mode != "inplace")
     log.debug(
         "shard fetched",
         version=manifest.version,
@@ -106,15 +111,26 @@ class _Cut:
     buffers: Buffers
     restore: Receiver | None
 
+    def is_held(self) -> bool:
+        """Whether the rank serves this very state, proved. The root digest says which state it is, not the name."""
+        manifest, held = self.origin.manifest, self.held
+        if held is None or not held.proved or not held.full.root_digest or not self._same_layout(held):
+            return False
+        return (held.full.root_digest, held.full.tied) == (manifest.root_digest, manifest.tied)
+
+    def _same_layout(self, held: HeldVersion) -> bool:
+        return {entry.spec for entry in held.shard.tensors} == {one.spec for one in self.shards.held}
+
     def deltas_from_held(self) -> tuple[Manifest, ...]:
         """The deltas that lead from what is held to the version; none if there is no such way, or it cannot be gone."""
         receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
-        if held is None or not held.proved or not isinstance(receiver, StateReceiver | CatchUpReceiver):
+        if held is None or not held.proved or delta_use(receiver) == "never":
+            return ()
+        if not isinstance(receiver, StateReceiver | CatchUpReceiver):
             return ()
         entries = manifest.by_name()
         converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
-        same_layout = {entry.spec for entry in held.shard.tensors} == {one.spec for one in self.shards.held}
-        if converted or not same_layout or held.full.tied != manifest.tied:
+        if converted or not self._same_layout(held) or held.full.tied != manifest.tied:
             return ()
         if isinstance(receiver, CatchUpReceiver):
             short = receiver.shortcut(manifest, held.full, sliced=True, deadline=self.deadline)
@@ -133,15 +149,18 @@ class _Cut:
         proof = Proof(self.origin, checksum=self.checksum)
         digests = self._digests(held, tally, arrays, proof)
         full = proof.seal(needed(self.origin, held), self.deadline)
-        return self._version(full, self._manifest(digests), tally, arrays=arrays)
+        return self._version(full, self._manifest(digests), tally, proof, arrays=arrays)
 
     def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
-        """The changes of all parameters. Digests follow from the full new state, for parameters that it changes."""
+        """The changes of all parameters; without deltas there are none. Digests follow from the full new state, for
+        parameters that it changes.
+        """
         manifest, before = self.origin.manifest, self.held
         if before is None:
             raise InvalidInput(f"version {manifest.version} cannot be reached by deltas from here.")
         held = self.shards.named_as(manifest)
-        changes = self._sliced(self._folded(deltas), held)
+        specs = {one.spec.name: one.spec for one in held}
+        changes = self._sliced(self._folded(deltas), held) if deltas else Delta(specs, {})
         changed = _changed(before.full, manifest)
         touched = [
             one for one in held if one.spec.name in changes.tensors or any(p.source in changed for p in one.placements)
@@ -150,10 +169,11 @@ class _Cut:
         reads = 0 if self.origin.boxes else needed_nbytes(self.origin, touched)
         tally = Tally(payloads + reads, self.progress)
         tally.add(payloads)
-        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._new_digests(touched, tally)
+        proof = Proof(self.origin, checksum=self.checksum)
+        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._new_digests(touched, tally, proof)
         shard = self._manifest(digests, base=before.shard)
         changes = replace(changes, base_root=before.shard.root_digest, new_root=shard.root_digest)
-        return self._version(manifest, shard, tally, changes=changes)
+        return self._version(manifest, shard, tally, proof, changes=changes)
 
     def _folded(self, deltas: tuple[Manifest, ...]) -> Delta:
         """The changes of all tensors as one delta."""
@@ -162,10 +182,10 @@ class _Cut:
             return receiver.folded(deltas, deadline=self.deadline)
         return fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline).alone()
 
-    def _new_digests(self, touched: Sequence[Held], tally: Tally) -> dict[str, str]:
+    def _new_digests(self, touched: Sequence[Held], tally: Tally, proof: Proof) -> dict[str, str]:
         """The digests that these parameters must have in the new state: the source's, or taken from it here."""
         if self.origin.boxes is None:
-            return self._digests(touched, tally, None, Proof(self.origin, checksum=self.checksum))
+            return self._digests(touched, tally, None, proof)
         if not touched:
             return {}
         told = self.origin.boxes.held_digests(self.origin.manifest, touched, deadline=self.deadline)
@@ -219,6 +239,7 @@ class _Cut:
         full: Manifest,
         shard: Manifest,
         tally: Tally,
+        proof: Proof,
         *,
         arrays: dict[str, Array] | None = None,
         changes: Delta | None = None,
@@ -226,6 +247,7 @@ class _Cut:
         return ShardVersion(
             Origin(self.origin.receiver, full), shard, self.shards, self.buffers,
             held=self.held, restore=self.restore, arrays=arrays, changes=changes, nbytes=tally.nbytes,
+            unproved=proof.unproved,
         )  # fmt: skip
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import numpy_bridge
+from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 
@@ -31,6 +34,54 @@ class Bridge(Protocol):
         """Equal for two tensors exactly when they are the same memory seen the same way."""
 
 
+class LazyTensor(ABC):
+    """A tensor of a version whose elements are made when they are asked for, one tensor at a time."""
+
+    spec: TensorSpec
+
+    @abstractmethod
+    def host(self) -> Array:
+        """The elements, in memory of their own."""
+
+    @abstractmethod
+    def memory_key(self) -> tuple[object, ...]:
+        """Equal for two of them exactly when they are made in the same way from the same memory."""
+
+
+class Converted(LazyTensor):
+    """A floating-point tensor in another dtype: each element is rounded to the nearest, ties to even."""
+
+    def __init__(self, name: str, tensor: object, dtype: DType) -> None:
+        self.spec = replace(spec_of(name, tensor), dtype=dtype)
+        self._tensor = tensor
+
+    def host(self) -> Array:
+        """The converted elements."""
+        with np.errstate(all="ignore"):  # a value beyond the range of its new dtype becomes infinite
+            return host_array(self.spec.name, self._tensor).astype(self.spec.dtype.numpy)
+
+    def memory_key(self) -> tuple[object, ...]:
+        """That of the tensor, and the dtype."""
+        return (*bridge_for(self._tensor).memory_key(self._tensor), self.spec.dtype)
+
+
+class _LazyBridge:
+    def spec(self, name: str, tensor: object) -> TensorSpec:
+        return replace(cast("LazyTensor", tensor).spec, name=name)
+
+    def has_storage(self, tensor: object) -> bool:  # noqa: ARG002 - the bridge protocol
+        return True
+
+    def host(self, tensor: object) -> Array:
+        return cast("LazyTensor", tensor).host()
+
+    def memory_key(self, tensor: object) -> tuple[object, ...]:
+        return cast("LazyTensor", tensor).memory_key()
+
+
+_LAZY = _LazyBridge()
+
+
 def framework_of(thing: object) -> Framework | None:
     """Whose tensor, module or other object this is, told by its classes: importing nothing."""
     if isinstance(thing, np.ndarray | np.generic):
@@ -44,6 +95,12 @@ def bridge_for(tensor: object) -> Bridge:
     framework = framework_of(tensor)
     if framework == "numpy":
         return numpy_bridge
+    if isinstance(tensor, LazyTensor):
+        return _LAZY
+    if is_distributed(tensor):
+        from weightcast.tensors.bridges import dtensor_bridge  # noqa: PLC0415 - torch is an extra
+
+        return dtensor_bridge
     if framework == "torch":
         from weightcast.tensors.bridges import torch_bridge  # noqa: PLC0415 - torch is an extra
 
@@ -64,11 +121,19 @@ def spec_of(name: str, tensor: object) -> TensorSpec:
 
 
 def host_array(name: str, tensor: object) -> Array:
-    """The elements of a tensor of any framework, sharing its memory where it lies on the host."""
+    """The elements of a tensor of any framework, sharing its memory where it lies on the host. Errors name the tensor."""
     bridge = bridge_for(tensor)
     if not bridge.has_storage(tensor):
         raise UnsupportedTensor(f"tensor {name!r} has no storage (it is on the meta device, or was cleared).")
-    return bridge.host(tensor)
+    try:
+        return bridge.host(tensor)
+    except UnsupportedTensor as error:
+        raise UnsupportedTensor(f"tensor {name!r}: {error}") from error
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether this is torch's tensor that is distributed over processes, told by its classes: importing nothing."""
+    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.") for cls in type(tensor).__mro__)
 
 
 def local_box(name: str, tensor: object) -> tuple[tuple[int, ...], Box, object] | None:
@@ -76,8 +141,7 @@ def local_box(name: str, tensor: object) -> tuple[tuple[int, ...], Box, object] 
 
     None for any other tensor. Errors name the tensor.
     """
-    classes = {f"{cls.__module__}.{cls.__name__}" for cls in type(tensor).__mro__ if cls.__name__ == "DTensor"}
-    if not any(called.startswith("torch.distributed.") for called in classes):
+    if not is_distributed(tensor):
         return None
     from weightcast.tensors.bridges import dtensor_bridge  # noqa: PLC0415 - torch is an extra
 

@@ -13,8 +13,49 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.boxes import Box
+from weightcast.tensors.bridges import torch_bridge
+from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
 
 _CURE = "Redistribute it first (tensor.redistribute), or pass Shard(tensor, shape=..., start=...) instead."
+
+
+def spec(name: str, tensor: object) -> TensorSpec:
+    """That of the whole tensor."""
+    return torch_bridge.spec(name, tensor)
+
+
+def has_storage(tensor: object) -> bool:
+    """Whether the part of it that is here has."""
+    return torch_bridge.has_storage(cast("DTensor", cast("DTensor", tensor).detach()).to_local())
+
+
+def host(tensor: object) -> Array:
+    """The elements, if all of them are here."""
+    shape, box, local = local_box(tensor)
+    if box != Box.whole(shape):
+        raise UnsupportedTensor(
+            f"it is a DTensor, and this process holds {list(box.shape)} of its {list(shape)}. Publish shards as they are "
+            "with DepotPublisher(rank=..., ranks=...), gather them with Store.publish on every rank, or pass "
+            "tensor.full_tensor()."
+        )
+    return torch_bridge.host(local)
+
+
+def memory_key(tensor: object) -> tuple[object, ...]:
+    """That of what is here, and which box of what it is."""
+    shape, box, local = local_box(tensor)
+    if not local.numel():
+        return (id(tensor),)
+    return (*torch_bridge.memory_key(local), shape, box)
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether processes hold different parts of it. The same on all of them."""
+    whole = cast("DTensor", tensor)
+    return any(
+        not one.is_replicate() and size > 1 for one, size in zip(whole.placements, whole.device_mesh.shape, strict=True)
+    )
 
 
 def local_box(tensor: object) -> tuple[tuple[int, ...], Box, torch.Tensor]:

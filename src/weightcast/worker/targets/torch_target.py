@@ -12,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightcast.delta.memory import LaneMemory, memory_of
 from weightcast.errors import UnsupportedTensor
-from weightcast.tensors.bridges import torch_bridge
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.bridges import bridge_for, is_distributed, local_box, torch_bridge
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 
+Boxes = dict[str, tuple[tuple[int, ...], Box]]  # by name: the shape of a distributed tensor, and the box of it that is here
 Holder = tuple[MutableMapping[str, Any], str]  # a dict that refers to a tensor, and the key it does so under
 
 
@@ -121,6 +123,24 @@ class TorchSlot:
         return lambda: bool(reference.expired())
 
 
+class _LocalPart(dict[str, Any]):
+    """What is here of a distributed tensor that another mapping holds.
+
+    It is looked up at each use: FSDP moves it to other memory when the module is first used, and puts the gathered parameter
+    into its place while that is computed with.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self._holder, self._last = holder, _held(holder)
+
+    def __getitem__(self, _key: str) -> torch.Tensor:
+        now = _held(self._holder)
+        if is_distributed(now):
+            self._last = now
+        return cast("torch.Tensor", cast("Any", self._last).detach().to_local())
+
+
 def _held(holder: Holder) -> torch.Tensor:
     mapping, key = holder
     return cast("torch.Tensor", mapping[key])
@@ -146,12 +166,16 @@ def _point(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         tensor.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 
-def capture_module(module: torch.nn.Module, device: torch.device) -> list[TorchSlot]:
-    """The slots of a module: its parameters and persistent buffers. Reads shapes only; allocates no tensor."""
-    return capture_tensors(_named_holders(module), device)
+def reshard(module: torch.nn.Module) -> None:
+    """Let FSDP2 drop parameters that it has gathered, so that it gathers them again from what is written now."""
+    for child in module.modules():
+        if any(cls.__name__ == "FSDPModule" for cls in type(child).__mro__):
+            cast("Any", child).reshard()
 
 
-def _named_holders(module: torch.nn.Module) -> Iterator[tuple[str, Holder]]:
+def named_holders(module: torch.nn.Module) -> Iterator[tuple[str, Holder]]:
+    """The parameters and persistent buffers of a module. Reads shapes only; allocates no tensor."""
+    reshard(module)
     for prefix, child in module.named_modules(remove_duplicate=False):
         for kind in (child._parameters, child._buffers):
             for key, tensor in kind.items():
@@ -159,11 +183,23 @@ def _named_holders(module: torch.nn.Module) -> Iterator[tuple[str, Holder]]:
                     yield f"{prefix}.{key}" if prefix else key, (cast("MutableMapping[str, Any]", kind), key)
 
 
-def capture_tensors(named: Iterator[tuple[str, Holder]], device: torch.device) -> list[TorchSlot]:
-    """One slot for each piece of memory, whatever number of names it has."""
+def capture_tensors(named: Iterator[tuple[str, Holder]], device: torch.device) -> tuple[list[TorchSlot], Boxes]:
+    """One slot for each piece of memory, whatever number of names it has; and which boxes those of distributed tensors are.
+
+    The memory of a distributed tensor is written and never replaced: what distributes it holds on to it.
+    """
     tied: dict[tuple[object, ...], dict[str, Holder]] = {}
+    boxes: Boxes = {}
     for name, holder in named:
-        tied.setdefault(torch_bridge.memory_key(_held(holder)), {})[name] = holder
+        tensor = _held(holder)
+        key, distributed = bridge_for(tensor).memory_key(tensor), local_box(name, tensor)
+        if distributed is not None:
+            if not bridge_for(tensor).has_storage(tensor):
+                raise UnsupportedTensor(
+                    f"parameter {name!r} is distributed and has no memory: give it some first (module.to_empty(device=...))."
+                )
+            boxes[name] = distributed[:2]
+        tied.setdefault(key, {})[name] = holder if distributed is None else (_LocalPart(holder), name)
     storages = Counter(_storage_key(_held(next(iter(holders.values())))) for holders in tied.values())
     slots = []
     for holders in tied.values():
@@ -171,9 +207,9 @@ def capture_tensors(named: Iterator[tuple[str, Holder]], device: torch.device) -
         tensor = _held(holder)
         spec = torch_bridge.spec(name, tensor)
         whole = tensor.device.type == "meta" or tensor.untyped_storage().nbytes() in (0, spec.nbytes)
-        owns = whole and (storages[_storage_key(tensor)] == 1 or spec.nbytes == 0)
+        owns = whole and (storages[_storage_key(tensor)] == 1 or spec.nbytes == 0) and name not in boxes
         slots.append(TorchSlot(spec, holders, owns_memory=owns, device=device))
-    return slots
+    return slots, boxes
 
 
 def _storage_key(tensor: torch.Tensor) -> object:
