@@ -4,7 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 USE    := $(VENV)/.installed-to-use
 WORK   := $(VENV)/.installed-to-work
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Where it is set, every worker and every server of the tests compiles all of its modules again.
+export PYTHONDONTWRITEBYTECODE =
+# By the environment and not by -c, so that the pins also hold where pip builds a package; newer pips have a variable for that.
+PINNED  = PIP_CONSTRAINT=$(abspath constraints.txt) PIP_BUILD_CONSTRAINT=$(abspath constraints.txt)
+INSTALL = $(PINNED) $(BIN)/pip install --quiet --disable-pip-version-check
 
 # vLLM pins what it needs, so its tests have an environment of their own.
 VLLM_VENV   ?= .venv-vllm
@@ -12,7 +16,11 @@ VLLM_BIN    := $(VLLM_VENV)/bin
 VLLM        := $(VLLM_VENV)/.installed-to-serve
 VLLM_WORK   := $(VLLM_VENV)/.installed-to-work
 VLLM_INSTALL = $(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
+BUILD_VENV  ?= .venv-build
 VLLM_TESTS  ?= tests/vllm
+
+# A file stays on one worker, so that its servers are started once. Four workers for two cores: many tests wait for something.
+PARALLEL    := -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test docs test-docs test-vllm coverage bench bench-vllm test-slow lint format build clean help
 
@@ -22,8 +30,8 @@ help: ## Say what each target does
 demo: $(USE) ## Train a small policy, and update a running engine with it live; a rank is killed half-way
 	$(BIN)/weightcast demo
 
-test: $(WORK) ## The whole test suite, in random order, on two processes
-	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal
+test: $(WORK) ## The whole test suite, in random order, on four processes
+	$(BIN)/pytest -m "not slow" $(PARALLEL)
 
 docs: $(WORK) ## Write the pages that are made from the code: docs/api.md and docs/cli.md
 	$(BIN)/python tools/api_reference.py
@@ -36,12 +44,13 @@ test-vllm: $(VLLM_WORK) ## The tests with real vLLM servers, on the CPU, in an e
 	$(VLLM_BIN)/pytest -m "not slow" $(VLLM_TESTS)
 
 coverage: $(WORK) ## The same with coverage, which makes it half as fast again; fails below 93 %
-	$(BIN)/pytest -m "not slow" -n 3 --dist worksteal --cov --cov-report= --cov-fail-under=93
+	$(BIN)/pytest -m "not slow" $(PARALLEL) --cov --cov-report= --cov-fail-under=93
 
 bench: $(WORK) ## Measure deltas, the engine, pauses, shared memory and networks, with their limits in the same run
 	$(INSTALL) ray  # two of those that we are compared with; the second also needs Debian's libibverbs1, and may be absent
 	-$(INSTALL) --no-deps mooncake-transfer-engine-non-cuda
 	$(BIN)/weightcast bench delta
+	$(BIN)/weightcast bench choice
 	$(BIN)/weightcast bench engine
 	$(BIN)/weightcast bench pause
 	$(BIN)/weightcast bench ipc
@@ -63,17 +72,22 @@ format: $(WORK) ## Let ruff format the sources
 	$(BIN)/ruff format src tests examples tools
 	$(BIN)/ruff check --fix .
 
-build: $(WORK) ## Build the wheel and the sdist into dist/
-	$(BIN)/python -m build
+build: $(BUILD_VENV)/.installed ## Build the wheel and the sdist into dist/; needs only a small environment of its own
+	$(PINNED) $(BUILD_VENV)/bin/python -m build
 
 clean: ## Remove the virtual environments and what builds leave behind
-	rm -rf $(VENV) $(VLLM_VENV) dist .mypy_cache .ruff_cache .pytest_cache .coverage*
+	rm -rf $(VENV) $(VLLM_VENV) $(BUILD_VENV) dist .mypy_cache .ruff_cache .pytest_cache .coverage*
 
 $(USE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightcast needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e '.[demo]'
 	$(BIN)/python -c 'from weightcast import delta; delta.warm_up()'
+	@touch $@
+
+$(BUILD_VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(BUILD_VENV)
+	$(PINNED) $(BUILD_VENV)/bin/pip install --quiet --disable-pip-version-check build
 	@touch $@
 
 $(WORK): $(USE)

@@ -86,6 +86,7 @@ def local_nbytes(model: torch.nn.Module) -> int:
 def engine(directory: Path) -> Iterator[str]:
     """`weightcast serve` with two ranks; gives its URL when it serves."""
     command = (*WEIGHTCAST, "-q", "serve", str(directory), "--ranks", str(RANKS), "--port", "0", "--threads", "1")
+    command += ("--allow-source", "shares+http://127.0.0.1:*")  # between hosts: each trainer rank, at its own port
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()  # comes when all ranks are ready; ends empty if they cannot start

@@ -54,12 +54,13 @@ def run(directory: Path) -> None:
     weightcast("model", "init", directory / "trained", "--seed", 2)
     weightcast("publish", store, "step_7", directory / "trained")
     for rank in range(RANKS):
-        weightcast("snapshot", "write", store, "step_7", snapshots, "--rank", rank, "--id", 0, "--part-size", "200KiB")
+        which = ("--rank", rank, "--ranks", RANKS, "--id", 0)
+        weightcast("snapshot", "write", store, "step_7", snapshots, *which, "--part-size", "200KiB")
     weightcast("snapshot", "ls", snapshots)
     published = Store(store).manifest("step_7").root_digest
 
     print("\n-- the engine serves it\n", flush=True)
-    with engine(model, "--source", store) as url:
+    with engine(model, "--source", store, "--allow-source", f"snapshot://{snapshots}") as url:
         ask("POST", f"{url}/v1/update_weights", {"version": "step_7"})
         before = completion(url)
         print(f"step_7 says {before!r}")

@@ -164,14 +164,14 @@ def run(directory: Path, versions: int, opened: ExitStack) -> None:
         engines[scheme] = opened.enter_context(running("engine", __file__, "--engine", source))
         assert engines[scheme].stdout.readline(), "the engine did not start"
 
+    opened.enter_context(depot("trainer", store.path))
+    upstream, nixl = f"http://{HOSTS['trainer']}:{PORT}", "on" if "nixl" in engines else "off"
+    opened.enter_context(depot("relay", directory / "relay", "--mirror", upstream, "--nixl", nixl))
     print("                                    trainer sent      relay sent   engine received")
     before, sent = links(), {}
     for number in range(1, versions + 1):
         step(weights, number)
         manifest, began = store.publish(f"step_{number}", weights), time.monotonic()
-        if number == 1:  # a depot wants a store that is there
-            opened.enter_context(depot("trainer", store.path))
-            opened.enter_context(depot("relay", directory / "relay", "--mirror", f"http://{HOSTS['trainer']}:{PORT}"))
         for scheme, engine in engines.items():
             root = take(engine, manifest.version)
             seconds, after = time.monotonic() - began, links()

@@ -1,6 +1,7 @@
 """What every test gets: a seeded generator, a store in a temporary directory, and a check that no thread is left behind."""
 
 import gc
+import signal
 import sys
 import threading
 from collections.abc import Generator
@@ -16,9 +17,17 @@ hypothesis.settings.load_profile("shared machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "untraced: the same lines over and over, without the cost of measuring their coverage"
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with processes first: a file stays on one worker, where its servers are started once, and may take a minute."""
+    items.sort(key=lambda item: "process" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:

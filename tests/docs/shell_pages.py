@@ -1,8 +1,8 @@
 """Runs the shell blocks of a page as a reader would: one shell, the blocks one after the other, servers left running.
 
 What differs from a reader's machine: directories such as /tmp and /mnt lie in a directory of the page, hosts are this one
-and ports are free ones. A comment `# on NAME` says on which host the commands below it run. What a page takes for granted is
-made for it: a checkpoint in ./model, those of steps in ./checkpoints/N, a token, a depot that answers at a host's address.
+and ports are free ones. A comment `# on NAME` says on which host the commands below it run. Pages make the files that they
+use. Only a depot that another host runs, without a block that starts it, is made for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-import numpy as np
 
 from documents import Block, calls_of, command_lines, comment_of
 from weightcast import Store
@@ -159,36 +158,15 @@ class ShellPage:
     # -- what a page takes for granted ---------------------------------------------------------------------------------
 
     def _provide(self, command: str, listened: Iterable[tuple[str, int] | None]) -> None:
-        for step in re.findall(r"\./checkpoints/(\d+)\b", command):
-            self._checkpoint(self._work / "checkpoints" / step, int(step))
-        for name in re.findall(r"\./(model|checkpoint)\b", command):
-            self._checkpoint(self._work / name, 0)
-        if "token.txt" in command:
-            (self._work / "token.txt").write_text("secret-of-the-page\n")
-        arguments = self._server(command) or []
-        stores = [value for name, value in pairwise(arguments) if name == "--store" and "--mirror" not in arguments]
-        stores += re.findall(r"--source (?:file://)?(/[\w/-]+)", command)
-        for store in stores:
-            self._store(Path(self.local(store)))
         for host, port in set(_ADDRESS.findall(command)):
             key = (self._host if host in _HERE else host, int(port))
             if host not in _HERE and key not in self._ports and key not in listened:
                 self._depot(key, token="token" in command)
 
-    def _checkpoint(self, path: Path, step: int) -> None:
-        if not path.exists():
-            shutil.copytree(_model(step), path)
-
-    def _store(self, path: Path) -> None:
-        if not (path / "versions").exists():
-            Store(path).publish_checkpoint("step_1", _model(1))
-
     def _depot(self, key: tuple[str, int], *, token: bool) -> None:
         """A depot that another host of the page runs."""
         store = self.dir / f"store-of-{key[0]}"
-        Store(store).publish_checkpoint("step_7", _model(7))
-        if token:
-            (self._work / "token.txt").write_text("secret-of-the-page\n")
+        Store(store).publish_checkpoint("step_7", _model())
         port = self._port(*key)
         line = f"weightcast depot --store {store} --listen 127.0.0.1:{port}" + (" --token-file token.txt" if token else "")
         self._begin(f"the depot of {key[0]}", line, port, "http")
@@ -278,19 +256,8 @@ def _models_dir() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _model(step: int) -> Path:
-    """The tiny model after so many steps: of each, some elements differ."""
-    path = Path(_models_dir().name) / f"{step}"
-    if not step:
-        init_checkpoint(path, preset="tiny", seed=0)
-        return path
-    from safetensors.numpy import load_file, save_file
-
-    shutil.copytree(_model(0), path)
-    tensors = load_file(path / "model.safetensors")
-    rng = np.random.default_rng(step)
-    for tensor in tensors.values():
-        flat = tensor.reshape(-1)
-        flat[rng.integers(0, flat.size, max(1, flat.size // 200))] *= np.float32(1.01)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+def _model() -> Path:
+    """What another host's depot holds: the tiny model, with other weights than the pages make."""
+    path = Path(_models_dir().name) / "other"
+    init_checkpoint(path, preset="tiny", seed=7)
     return path

@@ -56,7 +56,7 @@ def completed(*lines):
 def test_bash_completes_commands_options_and_the_versions_of_a_store(store):
     inner, options, started, option, none = completed(
         "weightcast store v",
-        "weightcast publish --d",
+        "weightcast publish --di",
         f"weightcast store show {store} st",
         f"weightcast store gc {store} --protect ",
         "weightcast store show /nowhere ",

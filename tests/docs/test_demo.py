@@ -153,3 +153,15 @@ def test_an_engine_that_dies_ends_the_run_with_its_log_and_nothing_left():
         while run.processes() and time.monotonic() < until:
             time.sleep(0.05)
         assert run.processes() == []
+
+
+@pytest.mark.timeout(RUN_S)
+def test_the_engine_ends_with_a_demo_that_is_killed():
+    with demo("--no-tty", "--steps", "400") as run:
+        run.wait_for(run.out_dir / "engine.log", "step_1")
+        run.process.kill()
+        run.process.wait(RUN_S)
+        until = time.monotonic() + 30
+        while run.left_behind() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert run.left_behind() == []

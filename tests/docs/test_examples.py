@@ -194,7 +194,7 @@ def test_hosts_with_capped_links_send_deltas_and_the_trainer_sends_once():
 @needs_root
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_hosts_that_are_interrupted_are_removed(stop):
-    with example("two_hosts.py") as run:
+    with example("two_hosts.py", "--versions", "1000") as run:  # it cannot be over before it is interrupted
         run.wait_for("trainer sent")
         assert len(namespaces(run.process.pid)) == 4
         if stop == signal.SIGINT:

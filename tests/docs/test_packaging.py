@@ -65,7 +65,8 @@ def test_the_wheel_has_every_module_and_nothing_but_the_package(built, tree):
 
     modules = {str(path.relative_to(tree / "src")) for path in (tree / "src").rglob("*.py")}
     about = {f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert names == modules | about | {"weightcast/py.typed"}
+    docs = {f"weightcast/{path.relative_to(tree)}" for path in (tree / "docs").rglob("*") if path.is_file()}
+    assert names == modules | about | docs | {"weightcast/py.typed"}
 
 
 def test_the_metadata_are_those_of_the_project(built, tree):
@@ -109,6 +110,8 @@ def test_the_core_alone_tells_its_version_explains_itself_and_examines_the_machi
     assert "PROBLEM" not in told
     for extra in ("torch", "fast", "ipc", "nixl", "serve"):
         assert f"cure: pip install 'weightcast[{extra}]'" in told
+    page = run(bare / "weightcast", "docs", "failure-model", cwd=tmp_path).stdout
+    assert page == (ROOT / "docs" / "failure-model.md").read_text()
 
 
 CORE = """

@@ -44,7 +44,11 @@ def block_of(text):
         ("weightcast store ls /mnt/nowhere\n", "exit status 2"),
         ("weightcast --version   # exits 3, it says\n", "exit status 0"),
         ("curl localhost:8000/health\n", "exit status 7"),
-        ("weightcast depot --store /mnt/s --listen 0.0.0.0:8300\ncurl localhost:8300/v1/nonsense\n", "exit status 22"),
+        (
+            "weightcast model init ./m\nweightcast publish /mnt/s v ./m\n"
+            "weightcast depot --store /mnt/s --listen 0.0.0.0:8300\ncurl localhost:8300/v1/nonsense\n",
+            "exit status 22",
+        ),
         ("weightcast serve ./model --port 8000 --draft-tokens 0\n", "the server ended"),
     ],
 )

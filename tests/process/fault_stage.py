@@ -105,10 +105,14 @@ class Stage:
         hosts = [depot.host if direct else self.wires[name].host]
         if depots == 2:
             hosts.append(self.depots["second"].host if direct else self.wires["second"].host)
-        scheme, more = ("nixl", "") if receiver == "nixl" else ("http", "&connections=2")
+        scheme, more = ("nixl", self._nic()) if receiver == "nixl" else ("http", "&connections=2")
         stall_s = RELAY_STALL_S if receiver == "relay" else STALL_S
         options = f"stall_s={stall_s}&bucket_nbytes={BUCKET_NBYTES}&token_file={self.token_file}{more}"
         return f"{scheme}://{','.join(hosts)}?{options}"
+
+    def _nic(self) -> str:
+        """The device on the way to the depot's host: a wire is on the loopback, but NIXL's own data does not pass it."""
+        return "&nic=eth0" if self.hosts.apart else ""
 
     def anew(self, kind: str) -> Replica:
         """A replica that has never been loaded, in the place of the one there is."""

@@ -129,7 +129,7 @@ def load_snapshot_one_file(directory: Path) -> dict[str, int]:
 
 
 def load_snapshot(directory: Path, part_nbytes: int | None) -> dict[str, int]:
-    write_snapshot(directory, streamed(), rank=0, device_id="0", version="step_1", part_nbytes=part_nbytes)
+    write_snapshot(directory, streamed(), rank=0, ranks=1, device_id="0", version="step_1", part_nbytes=part_nbytes)
     model = live_mapping()
     live = LiveModel(model, source=f"snapshot://{directory}?id=0")
     with Peak() as peak:

@@ -1,20 +1,28 @@
 """The command line: what it prints, what it returns, and that a user's mistake is never a traceback."""
 
+import ast
+import contextlib
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+import weightcast
 from weightcast import Store, __version__
 from weightcast.cli.main import main
 from weightcast.store import layout
 from weightcast.store.snapshot import list_snapshots
+
+SRC = Path(weightcast.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -121,6 +129,37 @@ def test_a_damaged_version_is_shown_in_ls_and_fails_verify(run, run_json, publis
     assert "damaged" in out
 
 
+def test_verify_fails_if_version_yaml_names_a_version_that_is_not_there(run, run_json, published):
+    (published / "version.yaml").write_text("step: 9\nversion: step_9\n")
+    status, out, _ = run("store", "verify", published)
+    assert status == 1
+    assert "version.yaml names step_9, which is not there" in " ".join(out.split())
+    status, reports = run_json("store", "verify", published)
+    assert status == 1
+    assert [report["ok"] for report in reports] == [True, True, False]
+    assert run("store", "verify", published, "step_1")[0] == 0
+    (published / "version.yaml").write_text("step: " + "9" * 3000)
+    assert run("store", "verify", published)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("s3://bucket/weights", "file://, checkpoint://"),
+        ("http://[::1", "is not a URL"),
+        ("http://host?unknown=1", "unknown option(s) unknown"),
+        ("http://host:99999", "is not the URL of a depot"),
+        ("missing", "is not there"),
+        ("file:///missing", "is not there"),
+        ("checkpoint:///missing", "is not there"),
+    ],
+)
+def test_serve_refuses_a_source_that_cannot_be_opened_before_it_starts(run, checkpoint, source, said):
+    status, _, error = run("serve", checkpoint, "--source", source)
+    assert status == 2
+    assert said in " ".join(error.split())
+
+
 def test_publish_takes_a_delta_where_it_can_and_says_so(run, run_json, chained, checkpoint):
     status, answer = run_json("publish", chained, "step_4", checkpoint, "--mode", "delta", "--packing", "gaps")
     assert status == 0
@@ -151,7 +190,7 @@ def test_ls_and_show_tell_what_a_delta_is_built_on(run, run_json, chained):
     status, out, _ = run("store", "show", chained, "step_3")
     assert status == 0
     assert "base         step_2" in out
-    assert "packed as classes" in out
+    assert "packed as gaps" in out
     a, b = (next(line for line in out.splitlines() if line.startswith(name)) for name in ("a ", "b "))
     assert ["sparse" in a, f"{5 / 16000:.4%}" in a, "skip" in b, "0.0000%" in b] == [True] * 4
     shown = run_json("store", "show", chained, "step_3")[1]
@@ -182,7 +221,7 @@ def test_a_delta_version_is_verified_compared_and_written_as_a_snapshot(run, run
     status, found = run_json("store", "diff", chained, "step_1", "step_3")
     assert (status, found["tensors"][0]["changed"]) == (1, 10)
     which = ("--rank", 0, "--id", "0")
-    assert run("snapshot", "write", chained, "step_3", tmp_path / "legacy", *which)[0] == 0
+    assert run("snapshot", "write", chained, "step_3", tmp_path / "legacy", *which, "--ranks", 1)[0] == 0
     assert run_json("snapshot", "convert", tmp_path / "legacy", tmp_path / "back", *which)[0] == 0
     assert Store(tmp_path / "back").manifest("step_3").root_digest == Store(chained).manifest("step_3").root_digest
     payload = layout.version_dir(chained, "step_2") / "delta-00001.bin"
@@ -210,7 +249,9 @@ def test_diff_has_the_exit_status_of_diff(run, run_json, published):
 def test_gc_and_its_dry_run(run, run_json, published):
     status, out, _ = run("store", "gc", published, "--keep-last", 1, "--dry-run")
     assert status == 0
-    assert "would remove step_1" in out
+    assert "would remove step_1; would free " in out
+    assert "would keep step_2: " in out
+    assert "freed" not in out
     assert len(Store(published).versions()) == 2
     assert run_json("store", "gc", published, "--keep-last", 1, "--protect", "step_1")[1]["removed"] == []
     assert run_json("store", "gc", published, "--keep-last", 1)[1]["removed"] == ["step_1"]
@@ -229,7 +270,7 @@ def test_migrate_converts_version_txt(run, run_json, published):
 def test_a_version_goes_to_a_snapshot_and_back(run, run_json, published, tmp_path):
     directory = tmp_path / "legacy"
     which = ("--rank", 1, "--id", "GPU-0a1b")
-    status, out, _ = run("snapshot", "write", published, "step_2", directory, *which, "--part-size", "70kB")
+    status, out, _ = run("snapshot", "write", published, "step_2", directory, *which, "--ranks", 2, "--part-size", "70kB")
     assert status == 0
     assert "wrote step_2" in out
     assert run("snapshot", "ls", directory)[0] == 0
@@ -248,7 +289,7 @@ def test_a_version_goes_to_a_snapshot_and_back(run, run_json, published, tmp_pat
 def test_checks_of_snapshots_fail_with_what_was_found(run, published, tmp_path):
     directory = tmp_path / "legacy"
     which = ("--rank", 0, "--id", "0")
-    run("snapshot", "write", published, "step_2", directory, *which)
+    run("snapshot", "write", published, "step_2", directory, *which, "--ranks", 1)
     (file,) = [file for file in list_snapshots(directory).snapshots[0].files if file.name.kind == "single"]
     data = bytearray(file.path.read_bytes())
     data[-1] ^= 1
@@ -313,18 +354,83 @@ def test_the_installed_command_and_the_module_are_the_same(published):
     assert failed.stderr.startswith("error: ")
 
 
+def said_on_a_terminal(*command):
+    """Standard output, and what a terminal shows of standard error."""
+    terminal, side = pty.openpty()
+    shown = []
+
+    def read():
+        with contextlib.suppress(OSError):  # nobody has the other side open any more
+            while data := os.read(terminal, 65536):
+                shown.append(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "weightcast", *map(str, command)],
+            stdout=subprocess.PIPE, stderr=side, timeout=60, check=True, env={**os.environ, "COLUMNS": "120"},
+        )  # fmt: skip
+    finally:
+        os.close(side)
+        reader.join(60)
+        os.close(terminal)
+    return done.stdout, b"".join(shown)
+
+
 def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(published):
     command = [sys.executable, "-m", "weightcast", "store", "verify", str(published)]
     piped = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert piped.stderr == b""
-    terminal, side = pty.openpty()
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=side, timeout=60, check=True)
-        assert b"verify" in os.read(terminal, 65536)
-        assert done.stdout == piped.stdout
-    finally:
-        os.close(terminal)
-        os.close(side)
+    out, shown = said_on_a_terminal("store", "verify", published)
+    assert b"verify" in shown
+    assert out == piped.stdout
+
+
+def test_bars_count_in_the_units_of_the_tables_also_for_fold(tmp_path):
+    store = Store(tmp_path / "s")
+    weights = {"a": np.zeros(3 << 18, np.float32)}
+    for step in range(3):
+        weights["a"][step] = 1
+        store.publish(f"step_{step}", weights)
+    out, shown = said_on_a_terminal("store", "fold", store.path)
+    assert out.startswith(b"folded step_2")
+    assert b"fold step_2" in shown
+    assert b"3.0 MiB of 3.0 MiB" in shown
+    assert b"MB" not in shown
+
+
+def test_docs_prints_every_page_that_the_sources_name(run, run_json):
+    status, names = run_json("docs")
+    assert status == 0
+    assert {"failure-model", "errors", "decisions/0001-stage-then-commit"} <= set(names)
+    status, out, _ = run("docs", "failure-model")
+    assert (status, out) == (0, (ROOT / "docs" / "failure-model.md").read_text())
+    assert run("docs", "../README")[0] == 2
+    cited = {name for path in SRC.rglob("*.py") for name in re.findall(r"`weightcast docs ([a-z/-]+)`", path.read_text())}
+    assert "legacy-config" in cited
+    assert cited <= set(names)
+
+
+def test_no_message_cites_a_file_that_an_installed_package_does_not_have():
+    """Comments and docstrings are read in a clone; texts that a user sees are not, and those of commands are help."""
+    cited = []
+    for path in SRC.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        hidden = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and isinstance(node.body[0], ast.Expr)
+            and not (path.parent.name == "cli" and isinstance(node, ast.FunctionDef))
+        }
+        cited += [
+            f"{path.name}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden
+            if re.search(r"docs/[a-z-]+\.md", node.value)
+        ]
+    assert cited == []
 
 
 @pytest.mark.parametrize(

@@ -237,3 +237,19 @@ def test_the_pictures_are_well_formed():
     assert pictures
     for picture in pictures:
         assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert pictures
+    for picture in pictures:
+        assert ET.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_every_promise_of_the_failure_model_names_tests_that_exist():
+    text = (ROOT / "docs" / "failure-model.md").read_text()
+    promised = text.partition("## Publishers and stores")[2].partition("## What is not guaranteed")[0]
+    promises = re.split(r"^- ", promised, flags=re.MULTILINE)[1:]
+    held = {one.partition(".**")[0].strip("*"): re.findall(r"`(test_\w+\.py)::(test_\w+)`", one) for one in promises}
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+
+    assert len(promises) == text.count("Tests: ") > 20
+    assert [promise for promise, tests in held.items() if not tests] == []
+    named = {one for tests in held.values() for one in tests}
+    assert {f"{file}::{test}" for file, test in named if f"def {test}(" not in sources.get(file, "")} == set()

@@ -120,6 +120,18 @@ def test_every_error_is_told_with_its_http_status_cause_and_cure():
             assert len(cure.strip()) > 10, cls
 
 
+def test_every_test_that_the_page_about_security_names_is_there():
+    page = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert len(named) > 10
+    assert named <= there
+
+
 def test_the_rooms_are_listed_in_their_order():
     page = (ROOT / "docs" / "architecture.md").read_text()
     drawn = page.partition("```text")[2].partition("```")[0]

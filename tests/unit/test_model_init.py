@@ -13,7 +13,7 @@ from weightcast.cli.model import model
 from weightcast.engines.embedded import checkpoint_dir, presets
 from weightcast.engines.embedded.drafts import init_draft
 from weightcast.engines.embedded.model_config import ModelConfig
-from weightcast.engines.embedded.presets import init_checkpoint
+from weightcast.engines.embedded.presets import init_checkpoint, step_checkpoint
 from weightcast.errors import InvalidInput, NotFound, StorageFailed
 from weightcast.store.checkpoint import Checkpoint
 
@@ -168,3 +168,29 @@ def test_the_output_of_a_random_model_is_varied_and_mostly_printable(tmp_path):
         for tokens in greedy(loaded(tmp_path / preset), prompts(12, 30, tokens=range(32, 127)), 80).values():
             assert len(set(tokens)) > 12
             assert sum(32 <= token < 127 or token == 10 for token in tokens) > 60
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_changes_the_share_it_is_asked_for_and_keeps_the_rest(tmp_path, dtype):
+    run("init", tmp_path / "a", "--dtype", dtype)
+    assert run("step", tmp_path / "b", "--from", tmp_path / "a", "--share", 0.05).exit_code == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert before.keys() == after.keys()
+    changed = {name: (before[name] != after[name]).sum().item() for name in before}
+    assert changed == {name: max(1, round(0.05 * tensor.numel())) for name, tensor in before.items()}
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+    loaded(tmp_path / "b")
+    files = {path.name for path in (tmp_path / "a").iterdir()}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == files
+
+
+def test_a_step_is_refused_without_a_checkpoint_or_with_an_impossible_share(tmp_path):
+    init_checkpoint(tmp_path / "a")
+    (tmp_path / "a" / "config.json").unlink()
+    with pytest.raises(NotFound, match="no config"):
+        step_checkpoint(tmp_path / "b", tmp_path / "a")
+    with pytest.raises(NotFound):
+        step_checkpoint(tmp_path / "b", tmp_path / "none")
+    with pytest.raises(InvalidInput, match="between 0 and 1"):
+        step_checkpoint(tmp_path / "b", tmp_path / "a", share=1.5)
+    assert not (tmp_path / "b").exists()

@@ -17,7 +17,6 @@ from weightcast.cli.completion import directories
 from weightcast.cli.help import Command
 from weightcast.clock import Deadline
 from weightcast.errors import StoreBusy, WeightcastError
-from weightcast.store.catalog import Catalog
 from weightcast.store.store import Store
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _LOCK_S = 2.0
 
 _SECTIONS = {
     "Store": ("--store", "--mirror", "--keep-last", "--keep-full-every"),
-    "HTTP": ("--listen", "--port-file"),
+    "Network": ("--listen", "--port-file", "--nixl"),
     "Access": ("--token-file", "--tls-cert", "--tls-key", "--mirror-ca"),
 }
 
@@ -63,6 +62,13 @@ _SECTIONS = {
 @click.option("--tls-key", type=_FILE, help="The key of --tls-cert (PEM).")
 @click.option("--mirror-ca", type=_FILE, help="Authorities to believe for --mirror https://… instead of this host's (PEM).")
 @click.option("--port-file", type=_FILE, help="Write the port's number here while serving.")
+@click.option(
+    "--nixl",
+    type=click.Choice(("off", "on")),
+    default="off",
+    show_default=True,
+    help="Let receivers read the memory by nixl://. Opens a port of UCX at the address of --listen.",
+)
 @click.option("--keep-last", type=_COUNT, help="After each new version keep this many.  [default: all; with --mirror 3]")
 @click.option("--keep-full-every", type=_COUNT, help="With --keep-last: also a full version at every so many publications.")
 def depot(
@@ -74,12 +80,14 @@ def depot(
     tls_key: Path | None,
     mirror_ca: Path | None,
     port_file: Path | None,
+    nixl: str,
     keep_last: int | None,
     keep_full_every: int | None,
 ) -> None:
     """Serve the versions of a store to receivers on other hosts until SIGTERM or SIGINT.
 
-    Whatever process publishes to the store: new versions are served at once, and receivers that wait are told. With
+    Any process may publish to the store: new versions are served at once, and receivers that wait for one get it. The store
+    may come later: until then the depot answers that there is no version yet. With
     --mirror the store belongs to this depot, which fills it from others and passes on what has come, piece by piece.
     --keep-last never removes a version that a receiver serves, nor the base of one that is kept.
 
@@ -101,13 +109,13 @@ def depot(
         raise click.UsageError("--keep-full-every needs --keep-last, and a store of its own: not with --mirror.")
     if mirror_ca is not None and not mirror:
         raise click.UsageError("--mirror-ca needs --mirror: whom to believe.")
-    if not mirror:
-        Catalog(path).check_exists()
+    if path.exists() and not path.is_dir():
+        raise click.UsageError(f"--store {path} is not a directory.")
     from weightcast.control.listening import port_told  # noqa: PLC0415 - servers are slow to import
     from weightcast.depot.access import server_tls  # noqa: PLC0415
     from weightcast.depot.nixl_export import NixlExport  # noqa: PLC0415
     from weightcast.depot.questions import Questions  # noqa: PLC0415
-    from weightcast.depot.server import Depot  # noqa: PLC0415
+    from weightcast.depot.server import Depot, listening_host  # noqa: PLC0415
     from weightcast.store.acks import Acks  # noqa: PLC0415
     from weightcast.transports.http.access import Access  # noqa: PLC0415
 
@@ -117,11 +125,15 @@ def depot(
         stop = stack.enter_context(closing(_Stop()))
         acks = Acks(path)
         shelf = stack.enter_context(closing(_shelf(path, mirror, access, keep_last, acks)))
-        questions, export = Questions(shelf, path), stack.enter_context(closing(NixlExport(shelf)))
-        routes = [*questions.routes(), *export.routes()]
+        questions = Questions(shelf, path)
+        if nixl == "on":
+            export = stack.enter_context(closing(NixlExport(shelf, host=listening_host(listen))))
+        routes = [*questions.routes(), *(export.routes() if nixl == "on" else NixlExport.refusals())]
         server = stack.enter_context(Depot(questions.shelf, listen, token=access.token, tls=tls, acks=acks, routes=routes))
         stack.enter_context(port_told(port_file, server.listening))
         click.echo(f"serving {path} at {server.url}" + (f", mirroring {', '.join(mirror)}" if mirror else ""))
+        if not (mirror or path.exists()):
+            click.echo(f"waiting for a store at {path}: nothing has been published there yet")
         log.info("depot started", store=path, url=server.url, mirror=list(mirror), keep_last=keep_last)
         if keep_last is None or mirror:
             stop.wait()

@@ -19,6 +19,7 @@ from weightcast.cli.bench import bench
 from weightcast.cli.completion import completion
 from weightcast.cli.demo import demo
 from weightcast.cli.depot import depot
+from weightcast.cli.docs import docs
 from weightcast.cli.doctor import doctor
 from weightcast.cli.help import Group
 from weightcast.cli.model import model
@@ -37,7 +38,7 @@ _FAMILIES = {
     "Serving": ("serve", "vllm", "model"),
     "Checking": ("store", "doctor"),
     "Measuring": ("demo", "bench"),
-    "Shells": ("completion",),
+    "Reading": ("docs", "completion"),
 }
 _LEVELS = (logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)
 _LONG_RUNNING = ("serve", "depot")  # whoever runs these reads their log: it begins one level lower
@@ -53,7 +54,7 @@ _VERSION = f"%(prog)s, version %(version)s\nPython {platform.python_version()}, 
     type=click.Choice(["human", "json"]),
     default="human",
     show_default=True,
-    help="Of log lines on standard error, one per event: text, or JSON objects (docs/logging.md).",
+    help="Of log lines on standard error, one per event: text, or JSON objects (`weightcast docs logging`).",
 )
 @click.pass_context
 def cli(context: click.Context, verbose: int, quiet: int, log_format: str) -> None:
@@ -77,13 +78,15 @@ def cli(context: click.Context, verbose: int, quiet: int, log_format: str) -> No
       weightcast depot --store /mnt/weights --listen 0.0.0.0:8300
 
     Environment:
-      UCX_*  settings of UCX, which nixl:// uses; weightcast itself has no variables of its own
+      WEIGHTCAST_API_KEY, WEIGHTCAST_CONTROL_TOKEN  secrets of `serve`, instead of files
+      WEIGHTCAST_ALLOW_SOURCE  sources that requests to vLLM and SGLang may name, with spaces between them
+      UCX_*                    settings of UCX, which nixl:// uses
     """
     level = 1 + verbose - quiet + (context.invoked_subcommand in _LONG_RUNNING)
     logs.configure(_LEVELS[max(0, min(level, 3))], as_json=log_format == "json")
 
 
-for command in (publish, store, snapshot, depot, model, serve, vllm, demo, bench, doctor, completion):
+for command in (publish, store, snapshot, depot, model, serve, vllm, demo, bench, doctor, docs, completion):
     cli.add_command(command)
 
 
@@ -111,7 +114,7 @@ def _report(error: WeightcastError, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"error": {"code": error.code, "message": str(error)}}, indent=1))
     elif logs.as_json():
-        log.error("command failed", code=error.code, error=error)
+        log.error("command failed", code=error.code, error=str(error))  # the only answer there is: all of it
     else:
         click.echo(f"error: {error}", err=True)
 

@@ -11,7 +11,7 @@ from weightcast.cli.completion import directories
 from weightcast.cli.help import Group
 from weightcast.cli.output import emit, json_option, size
 from weightcast.engines.embedded.drafts import DRAFT_KINDS, DraftKind, init_draft
-from weightcast.engines.embedded.presets import PRESETS, DtypeName, Preset, init_checkpoint
+from weightcast.engines.embedded.presets import PRESETS, DtypeName, Preset, init_checkpoint, step_checkpoint
 
 directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path), shell_complete=directories)
 seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which random weights.")
@@ -28,6 +28,7 @@ def model() -> None:
 
     Examples:
       weightcast model init /tmp/tiny --preset tiny
+      weightcast model step /tmp/tiny-1 --from /tmp/tiny
       weightcast model draft /tmp/tiny-draft --for /tmp/tiny --kind mtp
       weightcast serve /tmp/tiny --draft /tmp/tiny-draft
     """
@@ -71,6 +72,35 @@ def init(directory: Path, preset: Preset, seed: int, untied: bool, dtype: DtypeN
         "nbytes": nbytes,
     }
     emit(as_json, made, lambda console: console.print(f"{directory}: a random {preset} model, {size(nbytes)} of weights"))
+
+
+@model.command("step", short_help="Write a copy of a checkpoint in which some weights differ.")
+@directory_argument
+@click.option(
+    "--from", "base_dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The checkpoint to change."
+)
+@click.option(
+    "--share", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="How many of the weights differ."
+)
+@seed_option
+@json_option
+def step(directory: Path, base_dir: Path, share: float, seed: int, as_json: bool) -> None:
+    """Write a copy of a checkpoint into DIR with a share of its weights changed in the last bit, as after a training step.
+
+    It trains nothing. It makes the next version to try updates and deltas with. DIR must not exist or be empty.
+
+    Exit status:
+      0  written
+      1  the storage failed
+      2  DIR is not empty, or there is no checkpoint to change
+
+    Examples:
+      weightcast model step /tmp/tiny-1 --from /tmp/tiny
+      weightcast model step /tmp/tiny-2 --from /tmp/tiny-1 --share 0.05 --seed 2
+    """
+    nbytes = step_checkpoint(directory, base_dir, share=share, seed=seed)
+    made = {"directory": str(directory), "from": str(base_dir), "share": share, "seed": seed, "nbytes": nbytes}
+    emit(as_json, made, lambda console: console.print(f"{directory}: {base_dir} with {share:.2%} of the weights changed"))
 
 
 @model.command("draft", short_help="Write a draft model for a checkpoint.")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
@@ -82,13 +83,22 @@ def short(digest: str) -> str:
     return digest.partition(":")[2][:16]
 
 
+class _Sizes(ProgressColumn):
+    """How much is done, of how much, and how fast, in the units of `size`: rich's own columns count in powers of ten."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        rate = f"  {size(int(speed))}/s" if speed else ""
+        return Text(f"{size(int(task.completed))} of {size(int(task.total or 0))}{rate}")
+
+
 @contextmanager
 def progress(what: str, total: int, *, as_json: bool) -> Iterator[Callable[[int], None]]:
     """A bar on standard error while work goes on; nothing where no terminal is attached or JSON was asked for."""
     if as_json or not sys.stderr.isatty():
         yield lambda _: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Sizes(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=total)
         yield lambda nbytes: bars.advance(task, nbytes)

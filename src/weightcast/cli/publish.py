@@ -16,12 +16,15 @@ from weightcast.store.checkpoint import Checkpoint
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import PART_NBYTES, Mode, Store
 from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.placing import converts
 
 _POLICY = DeltaPolicy()
 
 
 _SECTIONS = {
-    "Delta or full": ("--mode", "--full-every", "--max-share", "--packing"),
+    "Delta or full": ("--mode", "--full-every", "--max-share", "--packing", "--link"),
+    "Names and dtypes": ("--dtype", "--keep-dtype", "--strip-wrappers"),
     "What is written": ("--step", "--part-size", "--digest"),
 }
 
@@ -56,7 +59,23 @@ _SECTIONS = {
     type=click.Choice(get_args(Packing)),
     default=_POLICY.packing,
     show_default=True,
-    help="How a delta is packed: classes is smaller, gaps is for receivers that hold only slices.",
+    help="How a delta is packed: gaps is written and applied faster, classes is smaller, for links below 2 MB/s.",
+)
+@click.option(
+    "--link",
+    type=Size(),
+    help="Per second, of the slowest link to a receiver: the slower, the more changes pay as a delta.  [default: no limit]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice([one.value for one in DType if converts(one, DType.F32)]),
+    help="Convert floating-point tensors of 16 bits or more to this.  [default: as they are]",
+)
+@click.option("--keep-dtype", multiple=True, metavar="PATTERN", help="Tensors that --dtype leaves as they are; repeatable.")
+@click.option(
+    "--strip-wrappers",
+    is_flag=True,
+    help="Remove what torch.compile, activation checkpointing, FSDP1 and DDP put into names.",
 )
 @click.option("--step", type=int, help="The training step.  [default: the number at the end of VERSION]")
 @click.option("--part-size", type=Size(), default=PART_NBYTES, show_default="1GiB", help="Largest size of a part file.")
@@ -76,6 +95,10 @@ def publish(
     full_every: int,
     max_share: float,
     packing: Packing,
+    link: int | None,
+    dtype: str | None,
+    keep_dtype: tuple[str, ...],
+    strip_wrappers: bool,
     step: int | None,
     part_size: int,
     digest: Algorithm,
@@ -86,7 +109,7 @@ def publish(
     The small files beside them (config, tokenizer) come along, so that the version opens as a checkpoint. STORE is created
     if needed. An interrupted publish leaves the store as it was: engines see the whole version, or none of it.
 
-    Where most weights are as in the newest version, only what changed is written, as a delta on it. VERSION is any name that
+    Where few weights changed since the newest version, only those are written, as a delta on it. VERSION is any name that
     is not taken; a number at its end is the training step.
 
     Exit status:
@@ -99,12 +122,22 @@ def publish(
       weightcast publish /mnt/weights step_100 ./checkpoints/100
       weightcast publish /mnt/weights step_101 ./checkpoints/101 --mode delta --json
       weightcast publish /mnt/weights release ./final --mode full --digest blake3
+      weightcast publish /mnt/weights step_102 ./checkpoints/102 --dtype BF16 --keep-dtype '*.router.weight'
     """
     total = Checkpoint(checkpoint_dir).nbytes
-    policy = DeltaPolicy(full_every=full_every, max_share=max_share, packing=packing)
+    policy = DeltaPolicy(full_every=full_every, max_share=max_share, packing=packing, link_nbytes_per_s=link)
     with progress(f"publish {version}", total, as_json=as_json) as advance:
         manifest = Store(store, delta=policy).publish_checkpoint(
-            version, checkpoint_dir, mode, progress=advance, step=step, part_nbytes=part_size, algorithm=digest
+            version,
+            checkpoint_dir,
+            mode,
+            progress=advance,
+            dtype=dtype,
+            keep_dtype=keep_dtype,
+            strip_wrappers=strip_wrappers,
+            step=step,
+            part_nbytes=part_size,
+            algorithm=digest,
         )
 
     def human(console: Console) -> None:

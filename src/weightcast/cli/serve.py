@@ -7,18 +7,21 @@ from typing import get_args
 
 import click
 
-from weightcast import logs
+from weightcast import config, logs
 from weightcast.cli.completion import directories
 from weightcast.cli.help import Command
 from weightcast.cli.output import Size
 from weightcast.engines.base import UpdateRequest
 from weightcast.engines.embedded.settings import Device, Dtype, EngineSettings, Experts, Graphs
-from weightcast.errors import InvalidInput, MissingExtra
+from weightcast.errors import InvalidInput, MissingExtra, NotFound
+from weightcast.transports.allowed import AllowedSources
 from weightcast.transports.legacy_config import LegacyConfig
+from weightcast.transports.registry import missing_directory
 
 log = logs.get(__name__)
 
 _COUNT = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path, dir_okay=False)
 _SECONDS = click.FloatRange(min=0, min_open=True)
 _ENGINE = EngineSettings(model_dir="")
 
@@ -26,8 +29,9 @@ _ENGINE = EngineSettings(model_dir="")
 _SECTIONS = {
     "Model": ("--ranks", "--device", "--dtype", "--experts", "--graphs", "--threads", "--served-model-name"),
     "Draft model": ("--draft", "--draft-tokens", "--draft-names"),
-    "Weights": ("--source", "--follow", "--follow-poll", "--rsync-config"),
+    "Weights": ("--source", "--follow", "--follow-poll", "--state-dir", "--rsync-config"),
     "HTTP": ("--host", "--port", "--port-file"),
+    "Access": ("--api-key-file", "--control-token-file", "--allow-source", "--allow-host", "--legacy-get"),
     "Memory and load": ("--kv-cache", "--block-size", "--no-prefix-cache", "--max-length", "--max-batch", "--max-queue"),
     "Deadlines": ("--heartbeat", "--start-timeout", "--request-timeout", "--drain-timeout"),
 }
@@ -42,6 +46,20 @@ _SECTIONS = {
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option(
     "--port-file", type=click.Path(path_type=Path, dir_okay=False), help="Write the port's number here while serving."
+)
+@click.option("--api-key-file", type=_FILE, help="What callers of /v1/completions and the like must show.")
+@click.option(
+    "--control-token-file", type=_FILE, help="What callers of weights and control must show; without it: loopback only."
+)
+@click.option(
+    "--allow-source",
+    multiple=True,
+    metavar="PATTERN",
+    help="A source that requests may name, beside --source: file:///mnt/runs/* (all below), http://depot:8300.",
+)
+@click.option("--allow-host", multiple=True, metavar="NAME", help="A name that control may be called by without a token.")
+@click.option(
+    "--legacy-get", is_flag=True, help="Let the GETs of /clear_load_weight and /update_model_weight change things."
 )
 @click.option("--served-model-name", help="What requests call the model.  [default: the name of MODEL_DIR]")
 @click.option("--draft", type=click.Path(path_type=Path), help="Directory of a draft (MTP) model: guesses tokens ahead.")
@@ -63,9 +81,14 @@ _SECTIONS = {
     help="How often --follow looks for a new version.",
 )
 @click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the committed version and the pin here, and start with them again.",
+)
+@click.option(
     "--rsync-config",
     metavar="JSON|@FILE",
-    help="Transfer configuration of the legacy system, applied to --source and to updates (docs/legacy-config.md).",
+    help="Transfer configuration of the legacy system, for --source and updates (`weightcast docs legacy-config`).",
 )
 @click.option(
     "--device", type=click.Choice(get_args(Device)), default=_ENGINE.device, show_default=True, help="Where it runs."
@@ -138,6 +161,11 @@ def serve(
     host: str,
     port: int,
     port_file: Path | None,
+    api_key_file: Path | None,
+    control_token_file: Path | None,
+    allow_source: tuple[str, ...],
+    allow_host: tuple[str, ...],
+    legacy_get: bool,
     served_model_name: str | None,
     draft: Path | None,
     draft_tokens: int,
@@ -145,6 +173,7 @@ def serve(
     source: str | None,
     follow: bool,
     follow_poll: float,
+    state_dir: Path | None,
     rsync_config: str | None,
     device: Device,
     dtype: Dtype,
@@ -171,6 +200,10 @@ def serve(
     New weights are put in while it serves: /v1/update_weights fetches, verifies and commits a version on all ranks, or on
     none. An update goes on if its caller goes away; DELETE /v1/updates/ID cancels it.
 
+    With --follow, a rollback or an update to a version that is not the newest pins the replica. It stays there until a
+    version is published that is newer than the newest one was then, or until /v1/weights/follow is called. The pin survives
+    the loss of ranks and, with --state-dir, of the server.
+
     Paths:
       generate  POST /v1/completions /v1/chat/completions
       look      GET  /v1/models /v1/stats /health /ping /metrics
@@ -178,19 +211,29 @@ def serve(
                 GET  /v1/updates/ID   DELETE /v1/updates/ID
                 GET  /v1/weights
                 POST /v1/weights/verify /v1/weights/rollback /v1/weights/recover /v1/weights/digest
+                POST /v1/weights/follow
       control   POST /v1/pause /v1/resume /v1/abort_requests /v1/sleep /v1/wakeup
                 GET  /v1/is_paused
-      legacy    POST /clear_load_weight /update_model_weight (or GET)
+      legacy    POST /clear_load_weight /update_model_weight (GET with --legacy-get)
+
+    Anyone who reaches the port may generate, unless there is an API key. Weights, control and legacy calls want the control
+    token, or come from this machine. Calls that POST there are JSON, and name no other sources than the configured and the
+    allowed ones.
 
     Exit status:
       0  drained after a signal
       1  the model could not be loaded or the ranks could not be started
-      2  the call itself is wrong: a directory, an option, a port in use
+      2  the call itself is wrong: a directory, a source, an option, a port in use
 
     Examples:
       weightcast serve ./checkpoints/100
       weightcast serve ./checkpoints/100 --ranks 2 --port 8000 --source /mnt/weights --follow
-      curl -X POST localhost:8000/v1/update_weights -d '{"version": "step_101"}'
+      weightcast serve ./checkpoints/100 --host 0.0.0.0 --api-key-file key.txt --control-token-file token.txt
+      curl --json '{"version": "step_101"}' localhost:8000/v1/update_weights
+
+    Environment:
+      WEIGHTCAST_API_KEY        the key itself, if there is no --api-key-file
+      WEIGHTCAST_CONTROL_TOKEN  the token itself, if there is no --control-token-file
     """
     if follow and source is None:
         raise click.UsageError("--follow needs --source: where new versions come from.")
@@ -200,7 +243,7 @@ def serve(
         raise click.UsageError("--draft-names needs --draft: the model that they feed.")
     try:
         from weightcast.control.server import serve as run  # noqa: PLC0415 - extras, and slow to import
-        from weightcast.control.settings import ServerSettings  # noqa: PLC0415
+        from weightcast.control.settings import ServerSettings, Token  # noqa: PLC0415
         from weightcast.control.tokenizer import Tokenizer  # noqa: PLC0415
         from weightcast.engines.embedded.replica.replica import Replica  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -210,11 +253,14 @@ def serve(
         source = _absolute(source)
     if source is not None and rsync_config is not None:
         source, update = _configured(source, rsync_config)
+    if source is not None:
+        _check_source(source, follow=follow)
     engine = EngineSettings(
         model_dir=str(model_dir.absolute()),
         draft_dir=str(draft.absolute()) if draft is not None else None,
         draft_names=draft_names,
         source=source,
+        state_dir=str(state_dir.absolute()) if state_dir is not None else None,
         ranks=ranks,
         device=device,
         dtype=dtype,
@@ -243,6 +289,11 @@ def serve(
         follow_poll_s=follow_poll,
         follow_timeout_s=update.timeout_s,
         update=update,
+        api_key=Token.read(api_key_file, config.API_KEY),
+        control_token=Token.read(control_token_file, config.CONTROL_TOKEN),
+        sources=AllowedSources(filter(None, (source, *map(_absolute, allow_source)))),
+        allow_hosts=allow_host,
+        legacy_get=legacy_get,
     )
     tokenizer = Tokenizer.read(model_dir)
     run(
@@ -261,6 +312,16 @@ def _name(model_dir: Path) -> str:
 def _absolute(source: str) -> str:
     """A directory as every rank can open it, wherever it runs; a URL as it is."""
     return source if "://" in source else str(Path(source).absolute())
+
+
+def _check_source(source: str, *, follow: bool) -> None:
+    """Refuse a source that cannot be opened. One that is followed may be made later, by a trainer that starts later."""
+    missing = missing_directory(source)
+    if missing is None:
+        return
+    if not follow:
+        raise NotFound(f"the source {source} is not there: {missing} is not a directory. Publish to it first, or --follow.")
+    log.warning("source not there yet", source=source, why="it is taken from once its directory exists")
 
 
 def _configured(source: str, config: str) -> tuple[str, UpdateRequest]:

@@ -51,7 +51,7 @@ def snapshot() -> None:
     """Legacy snapshots, one per rank: model_state.tp{rank}.{id}[.part{N}].pdparams files.
 
     They are read without running anything that is in them: a pickle can build tensors here, and nothing else. Paddle is not
-    needed. docs/snapshots.md has the layout and where files are searched.
+    needed. `weightcast docs snapshots` has the layout and where files are searched.
 
     Exit status:
       0  done
@@ -158,10 +158,11 @@ def check(directory: Path, rank: int, device_id: str, shared_dir: Path, ignore_b
 @click.argument("version", shell_complete=versions)
 @_DIRECTORY
 @_which
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks that the snapshots are for; it is recorded.")
 @click.option("--part-size", type=Size(), help="Split into parts of at most this size.  [default: one file]")
 @json_option
 def write(
-    store: Path, version: str, directory: Path, rank: int, device_id: str, part_size: int | None, as_json: bool
+    store: Path, version: str, directory: Path, rank: int, device_id: str, ranks: int, part_size: int | None, as_json: bool
 ) -> None:
     """Write VERSION of STORE into DIR as the snapshot of a rank, for systems that read the legacy layout.
 
@@ -171,7 +172,7 @@ def write(
       2  no such store or version
 
     Examples:
-      weightcast snapshot write /mnt/weights step_100 ./model --rank 0 --id 0 --part-size 1GiB
+      weightcast snapshot write /mnt/weights step_100 ./model --rank 0 --ranks 2 --id 0 --part-size 1GiB
     """
     opened = Store(store)
     total = opened.manifest(version).nbytes
@@ -180,6 +181,7 @@ def write(
             directory,
             _reported(reader.tensors(), advance),
             rank=rank,
+            ranks=ranks,
             device_id=device_id,
             version=version,
             part_nbytes=part_size,
@@ -189,7 +191,7 @@ def write(
         console.print(f"wrote {version}: {len(written.tensors)} tensors in {len(written.files)} file(s) to {directory}")
 
     files = [{"file": file.file, "nbytes": file.nbytes} for file in written.files]
-    emit(as_json, {"version": version, "rank": rank, "id": device_id, "files": files}, human)
+    emit(as_json, {"version": version, "rank": rank, "ranks": ranks, "id": device_id, "files": files}, human)
 
 
 @snapshot.command(short_help="Publish a snapshot as a version.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from weightcast.cli.help import Group
 from weightcast.cli.output import emit, json_option, progress, short, size, table
 from weightcast.cli.store_tables import base, delta_facts, describe_delta, diff_row, payload_nbytes, tensor_table, verdict
 from weightcast.delta import inspect
-from weightcast.errors import WeightcastError
+from weightcast.errors import VersionNotSet, WeightcastError
 from weightcast.store import layout
+from weightcast.store.compare import VerifyReport
 from weightcast.store.payload import read_payload
 from weightcast.store.store import Store
+from weightcast.store.version_file import YAML_NAME
 
 _STORE = click.argument("path", metavar="STORE", type=click.Path(path_type=Path), shell_complete=directories)
 
@@ -150,8 +153,9 @@ def show(path: Path, version: str | None, as_json: bool) -> None:
 def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of the VERSIONs of STORE and compare it with what was published.
 
-    Without a VERSION all are verified. The digests of parts, of tensors and of the whole state are computed again; a delta
-    is applied to its base and the state that comes out is proved. Every problem is listed, not only the first.
+    Without a VERSION all are verified, and that version.yaml names one of them. The digests of parts, of tensors and of the
+    whole state are computed again; a delta is applied to its base and the state that comes out is proved. Every problem is
+    listed, not only the first. Of a delta that is built on a damaged version, that version is named.
 
     Exit status:
       0  every byte is as it was published
@@ -168,6 +172,7 @@ def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
     total = sum(item.manifest.nbytes for name, item in listings.items() if name in chosen and item.manifest)
     with progress("verify", total, as_json=as_json) as advance:
         reports = [opened.verify(version, progress=advance) for version in chosen]
+    reports += [] if versions else _check_newest(opened, listings)
 
     def human(console: Console) -> None:
         for report in reports:
@@ -180,6 +185,21 @@ def verify(path: Path, versions: tuple[str, ...], as_json: bool) -> None:
     emit(as_json, [{**asdict(report), "ok": report.ok} for report in reports], human)
     if not all(report.ok for report in reports):
         click.get_current_context().exit(1)
+
+
+def _check_newest(opened: Store, present: Collection[str]) -> list[VerifyReport]:
+    """Whether the version file names a version that is there. A store without a version file is fine."""
+    path = opened.path / YAML_NAME
+    try:
+        newest = opened.newest()
+    except VersionNotSet:
+        return []
+    except WeightcastError as error:
+        return [VerifyReport(version=YAML_NAME, problems=[str(error)])]
+    if newest in present:
+        return []
+    problem = f"{path} names {newest}, which is not there. Name another: Store({str(opened.path)!r}).announce(VERSION)."
+    return [VerifyReport(version=YAML_NAME, problems=[problem])]
 
 
 @store.command(short_help="Compare two versions element by element.")
@@ -248,7 +268,8 @@ def fold(path: Path, version: str | None, onto: str | None, as_json: bool) -> No
     opened = Store(path)
     chosen = version or opened.newest()
     before = opened.manifest(chosen)
-    after = opened.fold(chosen, onto=onto)
+    with progress(f"fold {chosen}", before.nbytes, as_json=as_json) as advance:
+        after = opened.fold(chosen, onto=onto, progress=advance)
 
     def human(console: Console) -> None:
         if after == before:
@@ -323,12 +344,12 @@ def gc(
     )
 
     def human(console: Console) -> None:
-        verb = "would remove" if report.dry_run else "removed"
-        console.print(f"{verb} {', '.join(report.removed) or 'no version'}; freed {size(report.freed_nbytes)}")
+        verb, freed, keep = ("would remove", "would free", "would keep") if report.dry_run else ("removed", "freed", "kept")
+        console.print(f"{verb} {', '.join(report.removed) or 'no version'}; {freed} {size(report.freed_nbytes)}")
         if report.garbage:
             console.print(f"{verb} garbage: {', '.join(report.garbage)}")
         for version, reason in report.kept.items():
-            console.print(f"kept {version}: {reason}")
+            console.print(f"{keep} {version}: {reason}")
 
     emit(as_json, asdict(report), human)
 

@@ -31,7 +31,7 @@ _TOKEN = click.option(
 def vllm() -> None:
     """Drive servers that run `vllm serve` with weightcast as their weight transfer and VLLM_SERVER_DEV_MODE=1.
 
-    weightcast must be installed beside vLLM on the servers; here vLLM is not needed. docs/vllm.md has the whole story.
+    weightcast must be installed beside vLLM on the servers; here vLLM is not needed. `weightcast docs vllm` explains it.
 
     Exit status:
       0  all servers did it

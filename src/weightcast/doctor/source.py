@@ -17,7 +17,7 @@ def source_finding(source: str, deadline: Deadline) -> Finding:
             manifest = receiver.manifest(receiver.newest(), deadline=deadline)
     except WeightcastError as error:
         meaning = f"engines cannot be updated from it ({error.code})"
-        return problem("source", str(error), meaning, "docs/errors.md has the cause and the cure of each error")
+        return problem("source", str(error), meaning, "`weightcast docs errors` has the cause and the cure of each error")
     return ok(
         "source",
         f"{source}: newest {manifest.version}, {manifest.kind}, {len(manifest.tensors)} tensors",
