@@ -19,11 +19,13 @@ from http_depots import depots, expected, memories, publish, soon, version, wron
 from weightcast import LiveModel, Store
 from weightcast.errors import AccessRefused, DigestMismatch, SourceFailed, WeightcastError
 from weightcast.tensors.digest import bytes_digest
+from weightcast.transports.http import fetching
 from weightcast.transports.http.receiver import HttpReceiver
 
 from .http_proxy import BEFORE_THE_ANSWER, KINDS, Fault, Kind, Proxy
 
-STALL_S = 0.6
+STALL_S = 0.6  # for tests of what stalls
+PATIENT_S = 60.0  # for tests that count bytes: on a busy machine a healthy depot is silent for a while, too
 BOUND_S = 20.0  # far below the deadlines of the tests, far above what anything here takes
 OTHER = ("step_1", "step_2")
 MIB = 3.0
@@ -105,7 +107,7 @@ def _open_files() -> int:
 def test_what_breaks_once_is_fetched_from_where_it_broke(stage: Stage, kind: Kind) -> None:
     later = kind in BEFORE_THE_ANSWER  # a single connection asks for all at once, and two go on when a third was sent
     proxy = stage.proxy(Fault(kind, at=stage.nbytes // (4 if later else 2)))
-    receiver = stage.receiver(proxy.url, connections=2 if later else 1)
+    receiver = stage.receiver(proxy.url, connections=2 if later else 1, stall_s=STALL_S if kind == "stall" else PATIENT_S)
     began = time.monotonic()
 
     assert stage.land(receiver) == []
@@ -118,7 +120,7 @@ def test_what_breaks_once_is_fetched_from_where_it_broke(stage: Stage, kind: Kin
 def test_a_connection_that_breaks_again_and_again_still_gets_there(stage: Stage) -> None:
     proxy = stage.proxy(*(Fault("truncate", at=at) for at in range(0, stage.nbytes, stage.nbytes // 12)))
 
-    assert stage.land(stage.receiver(proxy.url)) == []
+    assert stage.land(stage.receiver(proxy.url, stall_s=PATIENT_S)) == []
     assert all(fault.struck for fault in proxy.faults)
     assert proxy.forwarded() == stage.nbytes
 
@@ -152,9 +154,11 @@ def test_the_only_depot_that_fails_for_good_ends_it_soon_with_its_name(stage: St
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("flip", "delay")])
-def test_another_depot_goes_on_where_one_has_failed(stage: Stage, kind: Kind) -> None:
+def test_another_depot_goes_on_where_one_has_failed(stage: Stage, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind != "stall":
+        monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
     broken, good = stage.proxy(Fault(kind, at=200_000, times=math.inf, other=OTHER)), stage.proxy()
-    receiver = stage.receiver(broken.url, good.url, connections=1)
+    receiver = stage.receiver(broken.url, good.url, connections=1, stall_s=STALL_S if kind == "stall" else 4 * PATIENT_S)
     began = time.monotonic()
 
     assert stage.land(receiver) == []
@@ -215,9 +219,12 @@ def test_a_slow_depot_is_given_less(stage: Stage) -> None:
     assert slow.forwarded() < fast.forwarded()
 
 
-def test_with_a_spread_of_one_the_next_depot_is_used_only_when_the_first_fails(stage: Stage) -> None:
+def test_with_a_spread_of_one_the_next_depot_is_used_only_when_the_first_fails(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = stage.proxy(), stage.proxy()
-    receiver = stage.receiver(first.url, second.url, spread=1)
+    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
+    receiver = stage.receiver(first.url, second.url, spread=1, stall_s=4 * PATIENT_S)
     assert stage.land(receiver) == []
     assert (first.forwarded(), second.forwarded()) == (stage.nbytes, 0)
     first.faults.append(Fault("truncate", at=500_000, times=math.inf))
@@ -228,9 +235,12 @@ def test_with_a_spread_of_one_the_next_depot_is_used_only_when_the_first_fails(s
 # -- bytes that lie ---------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_is_found_by_the_digest_of_its_piece_and_fetched_again_alone(stage: Stage) -> None:
+def test_a_flipped_bit_is_found_by_the_digest_of_its_piece_and_fetched_again_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
     bad, good = stage.proxy(Fault("flip", at=stage.nbytes // 2)), stage.proxy()
-    receiver = stage.receiver(bad.url, good.url, spread=1)
+    receiver = stage.receiver(bad.url, good.url, spread=1, stall_s=4 * PATIENT_S)
     broken = stage.land(receiver)
     assert len(broken) == 1
     memory, entry = stage.memory[broken[0]], stage.manifest.transfers()[broken[0]]
