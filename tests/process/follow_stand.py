@@ -53,10 +53,10 @@ class FollowStand:
 
     # -- the server ------------------------------------------------------------------------------------------------------
 
-    def start(self, *, state: bool = True, ready: bool = True) -> ServerProcess:
-        """Start the server, with its state directory if it is to have one."""
-        arguments = ["--ranks", 2, "--source", self.store.path, "--follow", "--follow-poll", POLL_S]
-        arguments += ["--allow-source", f"snapshot://{self.root}/*"]
+    def start(self, *, state: bool = True, ready: bool = True, source: str | None = None) -> ServerProcess:
+        """Start the server, with its state directory if it is to have one. It follows the store unless told otherwise."""
+        arguments = ["--ranks", 2, "--source", source or self.store.path, "--follow", "--follow-poll", POLL_S]
+        arguments += ["--allow-source", f"snapshot://{self.root}/*", "--allow-source", f"file://{self.store.path}"]
         self.server = ServerProcess(self.model_dir, *arguments, *(["--state-dir", self.state_dir] if state else []))
         if ready:
             self.server.wait_ready()
@@ -103,6 +103,11 @@ class FollowStand:
         answer = self._http.get(f"{self.server.url}/v1/weights")
         assert answer.status_code == 200, answer.text
         return answer.json()["result"]
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter of `/metrics` over its labels."""
+        lines = self._http.get(f"{self.server.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     # -- what is served --------------------------------------------------------------------------------------------------
 

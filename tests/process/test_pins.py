@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from weightcast.store.snapshot import write_snapshot
+
 from .follow_stand import FollowStand
 from .server_process import START_S, WAIT_S, ServerProcess
 
@@ -134,6 +136,21 @@ def test_a_version_that_is_gone_is_not_replaced_by_another(stand):
     stand.judge(before, newest)
 
 
+def test_that_a_version_is_gone_is_logged_once_however_often_it_is_tried(stand):
+    before, _ = at_newest(stand)
+    assert stand.rollback().status_code == 200
+    directory, aside = stand.store.path / "versions" / before, stand.root / "aside"
+    shutil.move(directory, aside)
+    logged = len(stand.server.log.read_text())
+    stand.kill_rank(1)
+    stand.server.wait_for(lambda: stand.metric("weightcast_weight_update_failures_total") > 3, "some tries", START_S)
+    page = stand.server.log.read_text()[logged:]
+    shutil.move(aside, directory)
+    stand.wait_serving(before)
+    for event in ("replica failed", "load failed", "update failed", "update received"):
+        assert page.count(f"  {event}  ") <= 1, page
+
+
 def test_a_state_directory_belongs_to_one_server(stand):
     other = ServerProcess(stand.model_dir, "--state-dir", stand.state_dir)
     try:
@@ -184,6 +201,37 @@ def test_a_state_of_another_model_is_refused(stand, tmp_path):
     ended = serve(tmp_path / "model", tmp_path / "state")
     assert ended.returncode == 1
     assert "another config.json" in ended.stderr
+
+
+# -- a source that keeps no order ----------------------------------------------------------------------------------------
+
+
+def test_a_pin_that_was_made_while_the_source_was_silent_ends_too(tmp_path):
+    stand = FollowStand(tmp_path)
+    snapshots = tmp_path / "snapshots"
+    snapshots.mkdir()
+
+    def snapshot(version):
+        for rank in range(2):
+            write_snapshot(
+                snapshots, stand.store.load(version), rank=rank, ranks=2, device_id="0", version=version, part_nbytes=None
+            )
+
+    try:
+        for _ in range(3):
+            stand.publish()
+        stand.start(source=f"snapshot://{snapshots}?id=0")
+        assert stand.update("step_1", source=f"file://{stand.store.path}").status_code == 200
+        assert stand.weights()["pin"]["away_from"] == ""
+        snapshot("step_2")  # nothing tells whether it is new, or was there when the operator decided
+        stand.server.wait_for(lambda: stand.weights()["pin"]["away_from"] == "step_2", "a whole pin", WAIT_S)
+        stand.dwell("step_1")
+        stand.judge("step_1", "step_2")
+        snapshot("step_3")
+        stand.wait_serving("step_3")
+        stand.judge("step_3", None)
+    finally:
+        stand.close()
 
 
 # -- a start with the newest version -------------------------------------------------------------------------------------

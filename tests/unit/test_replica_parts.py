@@ -1,6 +1,7 @@
 """The small parts of a replica's front end."""
 
 import asyncio
+import logging
 
 import pytest
 
@@ -10,9 +11,19 @@ from weightcast.engines.embedded.messages import Report, Sampling, Submit
 from weightcast.engines.embedded.replica.answers import Answers
 from weightcast.engines.embedded.replica.gate import Gate
 from weightcast.engines.embedded.replica.job_board import JobBoard
-from weightcast.engines.embedded.replica.served import check_transfer
+from weightcast.engines.embedded.replica.replica import Replica
+from weightcast.engines.embedded.replica.served import Served, StateDir, check_transfer
 from weightcast.engines.embedded.replica.verdicts import joined_error
-from weightcast.errors import DeadlineExceeded, DigestMismatch, InvalidInput, ReplicaFailed, UpdateCancelled
+from weightcast.engines.embedded.settings import EngineSettings
+from weightcast.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    InvalidInput,
+    ReplicaFailed,
+    StorageFailed,
+    UpdateCancelled,
+)
+from weightcast.store import files
 from weightcast.wire.manifest import Manifest
 
 
@@ -176,3 +187,33 @@ def test_a_pin_ends_with_what_is_newer_than_what_was_moved_away_from(newest, end
 def test_a_source_without_an_order_has_another_version_or_the_same(newest, ends):
     pin = Pin(version="step_4", away_from="step_5", why="explicit", since=0.0, root_digest="r-step_5")
     assert pin.ends_with(version(newest)) is ends
+
+
+@pytest.mark.parametrize("before", ["step_1", None])
+def test_a_state_that_could_not_be_made_safe_is_taken_back(tmp_path, monkeypatch, before):
+    state = StateDir(tmp_path, config="c", follows="")
+    if before is not None:
+        state.write(Served(version(before), "file:///store"), None)
+    failures = iter([True])
+
+    def sync_dir(path, sync=files.sync_dir):
+        if next(failures, False):
+            raise StorageFailed("sync directory", path, OSError(5, "Input/output error"))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync_dir", sync_dir)
+    with pytest.raises(StorageFailed):
+        state.write(Served(version("step_2"), "file:///store"), None)
+    found = state.read()
+    assert (found and found[0].version) == before
+    state.close()
+
+
+def test_a_replica_that_has_failed_says_so_once_and_in_one_line(caplog):
+    replica = Replica(EngineSettings(model_dir="/nowhere"))
+    with caplog.at_level(logging.DEBUG):
+        replica.fail("two tensors differ:\n  w\n  b")
+        replica.fail("two tensors still differ:\n  w\n  b")
+    said = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [str(record.msg) for record in said] == ['replica failed  why="two tensors differ: (and 2 more lines)"']
+    assert replica.status.reason == "two tensors still differ:\n  w\n  b"

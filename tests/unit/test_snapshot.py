@@ -143,10 +143,11 @@ def test_parts_come_in_the_order_of_their_numbers_and_labels_carry_the_numbers(t
     assert list(snapshot.specs) == [name for name, _ in snapshot.tensors()] == [f"t{number}" for number in range(1, 13)]
 
 
-def test_the_choice_is_logged_in_one_line(tmp_path, caplog):
+def test_the_choice_is_logged_in_one_line_and_once(tmp_path, caplog):
     foreign(tmp_path / single_name(0, "7"))
     with caplog.at_level(logging.INFO):
-        find(tmp_path)
+        for _ in range(3):  # as a follower looks
+            find(tmp_path)
     (record,) = caplog.records
     assert record.getMessage() == (
         f"snapshot located  rank=0 device_id=7 place=2 kind=single files=1 manifest=no path={tmp_path}"
@@ -721,6 +722,25 @@ def test_a_snapshot_that_is_replaced_while_it_is_read_is_noticed(tmp_path, rng):
     next(reading)
     write(tmp_path, tensors(rng))
     with pytest.raises(PartCorrupt, match="replaced after"):
+        list(reading)
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["read already", "not read yet"])
+@pytest.mark.parametrize("way", ["replaced", "written in place"])
+def test_a_foreign_part_that_changes_while_the_snapshot_is_read_is_noticed(tmp_path, rng, part, way):
+    paths = [tmp_path / part_name(0, "7", index) for index in range(2)]
+    states = [{f"t{index}": rng.random((8, 4), dtype=np.float32)} for index in range(2)]
+    for path, state in zip(paths, states, strict=True):
+        save_file(state, path)
+    reading = opened(tmp_path).tensors()
+    next(reading)
+    new = {name: -array for name, array in states[part].items()}  # with the same header: only the bytes differ
+    if way == "replaced":
+        save_file(new, tmp_path / "new")
+        (tmp_path / "new").rename(paths[part])
+    else:
+        save_file(new, paths[part])
+    with pytest.raises(PartCorrupt, match="replaced"):
         list(reading)
 
 

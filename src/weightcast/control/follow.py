@@ -9,7 +9,7 @@ import msgspec
 from weightcast import logs
 from weightcast.control.engine import Engine
 from weightcast.control.waiting import within
-from weightcast.engines.base import UpdateRequest
+from weightcast.engines.base import Pin, UpdateRequest
 from weightcast.engines.states import TABLE, ReplicaState
 from weightcast.errors import NotReady, UpdateCancelled, UpdateInProgress, WeightcastError, WrongState
 
@@ -24,15 +24,16 @@ class Follower:
     """Asks for the newest version now and then, and has the engine updated to it.
 
     A version that an operator chose is pinned: it stays until one is published that is newer than what the operator moved
-    away from. A version that cannot be taken is tried again, less and less often; one that was cancelled is not. Nothing is
-    taken while memory is asleep. A replica that has FAILED is brought back by the same means, or to the version it is pinned
-    to.
+    away from. A version that cannot be taken is tried again, less and less often. One that was cancelled is not, until a pin
+    is removed. Nothing is taken while memory is asleep. A replica that has FAILED is brought back by the same means, or to
+    the version it is pinned to.
     """
 
     def __init__(self, engine: Engine, request: UpdateRequest, *, poll_s: float) -> None:
         self._engine, self._poll_s = engine, poll_s
         self._request = msgspec.structs.replace(request, follow=True)
         self._skipped = ""  # the last version whose update was cancelled
+        self._pin: Pin | None = None  # as it was seen last
         self._silences = 0
         self._failed, self._failures, self._retry_at = "", 0, 0.0
         self._told: tuple[str, str] | None = None
@@ -48,6 +49,9 @@ class Follower:
         if not self._may_update():
             return
         version, pin = self._engine.status.version, self._engine.weights.pin
+        if pin is None and self._pin is not None:
+            self._skipped = ""
+        self._pin = pin
         try:
             newest = await within(_ASK_S, "asking for the newest version", self._engine.newest_version())
             free = pin is None or await within(_ASK_S, f"asking for version {newest}", self._engine.ends_pin(newest))
@@ -83,8 +87,9 @@ class Follower:
             begun = self._engine.begin_recovery(request) if recover else self._engine.begin_update(request)
             ended = await within(request.timeout_s + _SPARE_S, f"update {begun.id}", self._engine.finish_update(begun.id))
         except UpdateCancelled:
-            log.info("version skipped", version=version, why="its update was cancelled; a newer one is awaited")
-            self._skipped = version
+            if not recover:
+                log.info("version skipped", version=version, why="its update was cancelled; a newer one is awaited")
+                self._skipped = version
         except (UpdateInProgress, WrongState, NotReady) as error:
             log.debug("version not taken", version=version, code=error.code)  # somebody else is at work
         except Exception as error:  # noqa: BLE001 - whatever it is, a later try may do better

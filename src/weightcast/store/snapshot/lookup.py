@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -70,12 +71,21 @@ def locate(
     shared_dir: Path = DEFAULT_SHARED_DIR,
     ignore_bad_names: bool = False,
 ) -> Located:
-    """Find the snapshot of a rank. The choice is logged and returned; nothing is opened.
+    """Find the snapshot of a rank. The choice is logged, the same one once, and returned; nothing is opened.
 
     Raises `SnapshotNotFound` with everything that was tried, or `SnapshotInvalid` with every part that is missing, there
     twice or badly named. With `ignore_bad_names` bad names are logged and left aside.
     """
     found = _search(model_dir, check_rank(rank), check_device_id(device_id), shared_dir, ignore_bad_names)
+    _log_choice(found)
+    return found
+
+
+@lru_cache(maxsize=64)  # a follower looks every second
+def _log_choice(found: Located) -> None:
+    rank, device_id = found.rank, found.device_id
+    for path in found.shadowed:
+        log.warning("snapshot file ignored", path=path, why="parts of the same name lie beside it and come first")
     log.info(
         "snapshot located",
         rank=rank,
@@ -94,7 +104,6 @@ def locate(
             path=found.files[0].path,
             why="the name carries rank 0: make sure it holds this rank's shard",
         )
-    return found
 
 
 def _search(model_dir: Path, rank: int, device_id: str, shared_dir: Path, ignore_bad_names: bool) -> Located:
@@ -105,8 +114,6 @@ def _search(model_dir: Path, rank: int, device_id: str, shared_dir: Path, ignore
     parts = _parts(model_dir, names, rank, device_id, ignore_bad_names)
     if parts:
         shadowed = tuple(model_dir / name for name in (single,) if name in names)
-        for path in shadowed:
-            log.warning("snapshot file ignored", path=path, why="parts of the same name lie beside it and come first")
         manifest = model_dir / sealed if sealed in names else None
         return Located(rank, device_id, 1, "parts", model_dir, tuple(parts), manifest, tuple(tried), shadowed)
     places: tuple[tuple[Literal[2, 4], Path, str], ...] = ((2, model_dir, "snapshot"), (4, shared_dir, "snapshot-shared"))

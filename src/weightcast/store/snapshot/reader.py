@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.errors import PartCorrupt, SnapshotInvalid
+from weightcast.errors import PartCorrupt, SnapshotInvalid, StorageFailed
 from weightcast.store.files import read_small
 from weightcast.store.snapshot.file import SnapshotFile
 from weightcast.store.snapshot.lookup import Located, LocatedFile
@@ -32,13 +33,14 @@ WRITE = "weightcast.write"
 
 @dataclass(frozen=True)
 class _OpenedFile:
-    """What one file said when the snapshot was opened."""
+    """What one file said when the snapshot was opened. `stamp` tells whether it was replaced or written since."""
 
     located: LocatedFile
     nbytes: int
     metadata: dict[str, str]
     header_digest: str
     specs: dict[str, TensorSpec]
+    stamp: tuple[int, int, int]
 
 
 class Snapshot:
@@ -93,13 +95,17 @@ class Snapshot:
                     if names is None or name in names:
                         yield Readable(spec, partial(file.read_into, spec))
             log.debug("snapshot file read", path=opened.located.path, label=opened.located.label)
+        for opened in self._files:  # foreign files do not say which of them belong together
+            if _stamp(opened.located.path) != opened.stamp:
+                raise PartCorrupt(opened.located.path, "it was replaced while the snapshot was read: open it again")
 
     def _proof(self, *, check: bool) -> Proof:
         return Proof(str(self.located.directory), self.digests, self.algorithm if check else None)
 
     def _reopened(self, opened: _OpenedFile) -> SnapshotFile:
+        stamp = _stamp(opened.located.path)
         file = SnapshotFile(opened.located.path)
-        if _describe(opened.located, file, self.algorithm or DEFAULT) != opened:
+        if _describe(opened.located, file, self.algorithm or DEFAULT, stamp) != opened:
             file.close()
             raise PartCorrupt(opened.located.path, "it was replaced after the snapshot was opened: open it again")
         return file
@@ -121,8 +127,9 @@ def open_snapshot(located: Located) -> Snapshot:
     files: list[_OpenedFile] = []
     for file in located.files:
         try:
+            stamp = _stamp(file.path)  # before the first byte is read, so that no change goes unseen
             with SnapshotFile(file.path) as opened:
-                files.append(_describe(file, opened, manifest.algorithm if manifest else DEFAULT))
+                files.append(_describe(file, opened, manifest.algorithm if manifest else DEFAULT, stamp))
         except PartCorrupt as error:
             problems.append(str(error))
     problems += _disagreements(located, files)
@@ -134,8 +141,19 @@ def open_snapshot(located: Located) -> Snapshot:
     return Snapshot(located, files, manifest)
 
 
-def _describe(located: LocatedFile, file: SnapshotFile, algorithm: Algorithm) -> _OpenedFile:
-    return _OpenedFile(located, file.nbytes, file.metadata, bytes_digest(file.header, algorithm), file.specs)
+def _describe(located: LocatedFile, file: SnapshotFile, algorithm: Algorithm, stamp: tuple[int, int, int]) -> _OpenedFile:
+    return _OpenedFile(located, file.nbytes, file.metadata, bytes_digest(file.header, algorithm), file.specs, stamp)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Inode, size and time of the last write."""
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise PartCorrupt(path, "the file is missing") from error
+    except OSError as error:
+        raise StorageFailed("look at", path, error) from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _disagreements(located: Located, files: Sequence[_OpenedFile]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from weightcast.engines.embedded.replica.pausing import Pausing
 from weightcast.engines.embedded.replica.served import find_version
 from weightcast.engines.embedded.replica.transaction import COMMAND_S
 from weightcast.engines.embedded.replica.updates import Updates
-from weightcast.engines.states import TABLE, Operation
+from weightcast.engines.states import TABLE, Operation, ReplicaState
 from weightcast.errors import Corrupt, InvalidInput, NotFound, VersionNotServed, WeightcastError
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import Manifest
@@ -90,18 +90,22 @@ class Inspection:
         """Have all ranks go back to the version before the last update."""
         self._host.allow(Operation.ROLLBACK)
         updates = self._updates
-        if updates.previous is None:
-            raise NotFound("there is no version to go back to: nothing was updated, or it was rolled back already.")
         async with self._pausing.turn("roll back", timeout_s) as deadline:
+            self._host.allow(Operation.ROLLBACK)  # again: an update may have begun while an earlier call was waited for
             to, run = updates.previous, self._host.run
+            if to is None:
+                raise NotFound("there is no version to go back to: nothing was updated, or it was rolled back already.")
             pin = updates.rollback_pin(to)
             updates.save(to, pin)  # before: if this process dies now, what the operator wanted is kept
+            self._host.turn(ReplicaState.COMMITTING, f"rolling back to {to.version}")  # meanwhile no update can begin
             try:
                 await run.commands.execute(Rollback(), deadline.remaining())
-            except WeightcastError as error:
+            except BaseException as error:
                 updates.save_again()
-                if not isinstance(error, NotFound):
-                    self._host.fail(f"the rollback failed: {error}")
+                if isinstance(error, NotFound):
+                    self._host.rest()
+                else:
+                    self._host.fail(f"the rollback failed: {str(error) or type(error).__name__}")
                 raise
             updates.adopt(to, pin, why="there is no source to follow")
             updates.previous = None
@@ -111,18 +115,21 @@ class Inspection:
     async def resume_following(self, timeout_s: float) -> None:
         """Remove the pin."""
         async with self._pausing.turn("resume following", timeout_s):  # not between a commit and what is written of it
-            if self._updates.served is not None:
-                self._updates.decide(self._updates.served, None, why="following was resumed")
+            self._updates.unpin()
 
     async def ends_pin(self, version: str) -> bool:
         """Whether a version of the default source is newer than what the pin moved away from. True without a pin."""
         pin, source = self._updates.pin, self._host.settings.source
         if pin is None or source is None:
             return True
-        self._updates.newest = await find_version(
+        newest = self._updates.newest = await find_version(
             source, version, verify_checksum=False, deadline=Deadline.after(_LOOK_S)
         )  # fmt: skip
-        return pin.ends_with(self._updates.newest)
+        if pin.ends_with(newest):
+            return True
+        if not pin.away_from and pin == self._updates.pin and TABLE[self._host.state].resting:
+            self._updates.complete_pin(pin, newest)
+        return False
 
     async def newest(self) -> str:
         """The newest version of the default source."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -260,6 +261,7 @@ class Replica(LiveSurface):
 
     async def _watch(self, run: Run) -> None:
         """Returns when a rank is lost. Weights that could not be loaded after a restart are tried again meanwhile."""
+        told = ""
         while not run.failed.done():
             delay_s = self._backoff.next_s() if self._unloaded else None
             await asyncio.wait([run.failed], timeout=delay_s)  # unlike awaiting it, this does not cancel it
@@ -269,7 +271,8 @@ class Replica(LiveSurface):
                     await self._updates.reload(Deadline.after(self.settings.start_timeout_s))
                     self.rest()
                 except WeightcastError as error:
-                    log.warning("load failed", version=self.status.version, error=error)
+                    level, told = logging.DEBUG if error.code == told else logging.WARNING, error.code
+                    log.at(level, "load failed", version=self.status.version, error=error)
                     if self.state is ReplicaState.STAGING:
                         self.turn(ReplicaState.FAILED, reason)
             self._unloaded = self._unloaded and self._state is ReplicaState.FAILED
@@ -336,12 +339,13 @@ class Replica(LiveSurface):
 
     def fail(self, reason: str) -> None:
         """No whole version is in memory: serve nothing, and say so to all who wait. An update or a recovery mends it."""
+        level = logging.DEBUG if self._resting is ReplicaState.FAILED else logging.ERROR  # DEBUG: it has been logged
         self.turn(ReplicaState.FAILED, reason)
         for answer in self.answers:
             self._cancel(answer.id)
         self.gate.drop()
         self.answers.end_all("error", reason)
-        log.error("replica failed", why=reason)
+        log.at(level, "replica failed", why=logs.summary(reason))
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,10 @@ from weightcast.errors import (
     NotFound,
     SourceFailed,
     StateCorrupt,
+    StorageFailed,
     WeightcastError,
 )
-from weightcast.store.files import make_dir, read_small, refusals, replace_synced
+from weightcast.store.files import make_dir, put_back, read_small, refusals, replace_synced
 from weightcast.tensors.digest import bytes_digest
 from weightcast.transports.base import AcknowledgingReceiver
 from weightcast.transports.checkpoint import CheckpointReceiver
@@ -148,6 +149,7 @@ class StateDir:
 
     def __init__(self, directory: Path, *, config: str, follows: str) -> None:
         self._path, self._config, self._follows = directory / "state.json", config, follows
+        self._written: bytes | None = None  # what the file holds
         make_dir(directory)
         with refusals("lock", directory):
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -162,13 +164,15 @@ class StateDir:
     def read(self) -> tuple[Served, Pin | None] | None:
         """The version that was committed last and the pin; None if nothing was committed yet."""
         try:
-            state = unseal(read_small(self._path, MAX_MANIFEST_NBYTES), self._path, _State, newest=1)
+            data = read_small(self._path, MAX_MANIFEST_NBYTES)
+            state = unseal(data, self._path, _State, newest=1)
         except FileNotFoundError:
             return None
         except ManifestCorrupt as error:
             raise StateCorrupt(self._path, str(error)) from error
         if state.config != self._config:
             raise StateCorrupt(self._path, "it is of a model with another config.json than MODEL_DIR has")
+        self._written = data
         served = Served(state.manifest, state.source, state.proved, state.draft, state.tensors)
         pin = state.pin if state.follows == self._follows else None
         if state.pin is not None and pin is None:
@@ -183,7 +187,13 @@ class StateDir:
             manifest=served.manifest, source=served.source, proved=served.proved, draft=served.draft,
             tensors=dict(served.tensors), pin=pin, config=self._config, follows=self._follows,
         )  # fmt: skip
-        replace_synced(self._path, seal(state))
+        data = seal(state)
+        try:
+            replace_synced(self._path, data)
+        except StorageFailed:
+            put_back(self._path, self._written)  # it may have its new name, which only was not made safe
+            raise
+        self._written = data
 
     def close(self) -> None:
         """Let another server have the directory. Safe twice."""

@@ -12,8 +12,9 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
+
+import msgspec
 
 from weightcast import logs
 from weightcast.clock import Deadline
@@ -61,6 +62,7 @@ class _Entry:
     task: asyncio.Task[None] | None = None
     failure: WeightcastError | None = None
     retried: bool = False  # by the follower, after a failure that was logged
+    unpinned: bool = False  # following was resumed meanwhile: it leaves no pin
 
 
 class Updates:
@@ -103,7 +105,8 @@ class Updates:
             raise InvalidInput(
                 'no source for the update: give "source", or start the server with --source URL (file:///path/to/store).'
             )
-        source = read_by(source, request.transfer_mode)
+        ours = known is not None and request.follow  # the transfer mode of --follow is that of the default source
+        source = source if ours else read_by(source, request.transfer_mode)
         if known is not None and source != known.source:
             known = replace(known, source=source, since=time.time())
         entry = _Entry(
@@ -114,7 +117,8 @@ class Updates:
             self._book.popitem(last=False)
         resting = self._host.resting
         self._host.turn(ReplicaState.STAGING, f"staging {request.version or 'the newest version'} from {source}")
-        entry.retried = self._failed is not None and self._failed[0] == request.version and not logs.ids().get("request_id")
+        asked = request.version or (known.version if known is not None else None)
+        entry.retried = self._failed is not None and self._failed[0] == asked and not logs.ids().get("request_id")
         with logs.bound(update_id=entry.status.id):
             log.at(
                 logging.DEBUG if entry.retried else logging.INFO, "update received", version=request.version, source=source,
@@ -224,10 +228,14 @@ class Updates:
                 )
         status.version = coming.version
         status.phase = "staging"
-        pin = self.pin if entry.wanted is not None else await self._choose_pin(request, coming, deadline)
+        chosen = None if entry.wanted is not None else await self._choose_pin(request, coming, deadline)
+
+        def pin() -> Pin | None:  # an operator may resume following until the version counts
+            return self.pin if entry.wanted is not None else None if entry.unpinned else chosen
+
         sound = resting in (ReplicaState.READY, ReplicaState.SLEEPING)
         if sound and self.served is not None and self.served.is_the(coming.manifest):
-            self.decide(self.served, pin)
+            self.decide(self.served, pin())
             status.result = [_nothing_moved(coming, rank) for rank in range(self._host.settings.ranks)]
             return
         served = self.served if sound else None
@@ -254,7 +262,7 @@ class Updates:
         nbytes, stage_ms = sum(vote.nbytes for vote in votes), status.timeline.as_ms()["stage_ms"]
         log.info("update staged", version=coming.version, votes=len(votes), nbytes=nbytes, stage_ms=stage_ms)
         self._host.turn(ReplicaState.STAGED, f"{coming.version} is staged on all ranks")
-        status.result = await self._commit(status, transaction, partial(self._enter, coming, pin), deadline)
+        status.result = await self._commit(status, transaction, lambda: self._enter(coming, pin()), deadline)
         status.nbytes = status.total = sum(one["bytes"] for one in status.result)
 
     async def _staged(
@@ -335,12 +343,29 @@ class Updates:
         elif before is not None and pin is None:
             log.info("pin removed", version=before.version, away_from=before.away_from, why=why)
 
+    def unpin(self) -> None:
+        """Remove the pin, also the one that the running update would leave behind."""
+        if self.served is not None:
+            self.decide(self.served, None, why="following was resumed")
+        if self._current is not None:
+            self._current.unpinned = True
+
+    def complete_pin(self, pin: Pin, newest: Manifest) -> None:
+        """The first version that the default source tells after it was silent is what the operator moved away from.
+
+        Without it, no version of a source that keeps no order would ever be newer.
+        """
+        if self.served is not None:
+            known = _pin(pin.version, newest, pin.why)
+            self.decide(self.served, msgspec.structs.replace(known, since=pin.since))
+
     def rollback_pin(self, to: Served) -> Pin | None:
         """The pin that going back to a version leaves behind."""
-        served = self.served
-        if self._host.settings.source is None or served is None:
+        served, source = self.served, self._host.settings.source
+        if source is None or served is None:
             return None
-        return _pin(to.version, self.newest or served.manifest, "rollback")
+        known = served.manifest if served.source == source else None  # other sources number their versions otherwise
+        return _pin(to.version, self.newest or known, "rollback")
 
     async def _choose_pin(self, request: UpdateRequest, coming: Served, deadline: Deadline) -> Pin | None:
         """The pin that an update leaves behind: a version that its caller chose, and that is not the newest there is."""
@@ -379,7 +404,7 @@ class Updates:
         transaction = Transaction(self._host.run, update_id, wanted, deadline, timeline)
         with logs.bound(update_id=update_id):
             await self._staged(transaction, served, deadline, whole=True)
-            await self._shielded(transaction.commit(partial(self._enter, served, self.pin)))
+            await self._shielded(transaction.commit(lambda: self._enter(served, self.pin)))
             ms = timeline.as_ms()["total_ms"]
             log.info("version loaded", version=served.version, source=served.source, ms=ms)
 
