@@ -124,7 +124,7 @@ def test_a_depot_that_keeps_few_versions_survives_a_hostile_version_yaml_and_goe
     lists = [f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")]
     aliases = "a: &a [x]\n" + "".join(lists)
     with running(tmp_path / "depot", "--store", store.path, "--keep-last", 1) as depot:
-        for text in ("step: " + "9" * 4000, aliases + "step: *h", "step: " + "[" * 3000, "\xff"):
+        for text in ("step: " + "9" * 4000, aliases + "step: *h", "step: " + "[" * 3000, "\xff", 'step: "\\UFFFFFFFF"'):
             named.write_bytes(text.encode("latin-1"))
             status, _ = depot.get("/v1/newest?wait=0.5")
             assert status == 404

@@ -387,6 +387,12 @@ BODIES = {
     "many empty prompts": ("/v1/completions", b'{"model": "tiny", "prompt": [' + b"[]," * 5_000_000 + b"[]]}", 422),
     "many wrong messages": ("/v1/chat/completions", b'{"model": "tiny", "messages": [' + b"0," * 5_000_000 + b"0]}", 422),
     "a deep completion": ("/v1/completions", b'{"prompt": ' + b'{"a":' * 2_000_000 + b"0" + b"}" * 2_000_000 + b"}", 422),
+    "a long prompt": ("/v1/completions", b'{"model": "tiny", "prompt": "' + b"ab " * 5_200_000 + b'"}', 422),
+    "a long chat": (
+        "/v1/chat/completions",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "' + b"ab " * 5_200_000 + b'"}]}',
+        422,
+    ),
     "a long model name": ("/v1/completions", b'{"model": "' + b"m" * 15_000_000 + b'"}', 404),
 }
 

@@ -85,6 +85,8 @@ def test_what_a_rule_allows_is_opened_with_the_options_of_the_rule(rule, named, 
         ("file:///mnt/weights/*", "file:///mnt/weights/a%00b"),
         ("file:///mnt/weights/*", "/mnt/weights/\0"),
         ("file:///mnt/weights/*", ""),
+        ("file:///mnt/weights/*", "/mnt/weights/\udc80"),
+        ("file:///mnt/weights/*", "file:///mnt/weights/\ud800"),
         ("file:///mnt/weights/*", "s3://bucket/mnt/weights/x"),
     ],
 )
@@ -138,6 +140,7 @@ def test_every_option_that_names_a_file_or_a_user_is_the_operators():
     assert {name for name in known if name.endswith(("_file", "_dir", "_path", "_cert", "_key"))} | {
         "tls",
         "uid",
+        "nic",
     } == OPERATOR_OPTIONS
 
 

@@ -1,5 +1,6 @@
 """Plans that fetch boxes from whoever holds them: every wanted element once, and the work shared out."""
 
+import time
 from itertools import pairwise
 from math import prod
 
@@ -9,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.tensors.box_digest import array_boxes_digest, box_of, boxes_digest
-from weightcast.tensors.box_plan import SPLIT_NBYTES, HeldBox, Wanted, chunks, intersection, plan, tiling_problems
+from weightcast.tensors.box_plan import (
+    MAX_PROBLEMS,
+    SPLIT_NBYTES,
+    HeldBox,
+    Wanted,
+    chunks,
+    intersection,
+    plan,
+    tiling_problems,
+)
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import array_digest
 
@@ -182,3 +192,13 @@ def test_hashing_by_boxes_asks_whether_to_go_on(check_fails):
             array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check)
     else:
         assert array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check) == array_digest(np.zeros(4))
+
+
+def test_boxes_that_cross_are_told_up_to_a_bound_and_soon():
+    """Each of a thousand rows crosses each of a thousand columns: a million parts lie in two boxes."""
+    count = 1000
+    boxes = [Box((at, 0), (1, count)) for at in range(count)] + [Box((0, at), (count, 1)) for at in range(count)]
+    began = time.monotonic()
+    assert len(tiling_problems((count, count), boxes)) == MAX_PROBLEMS
+    assert len(tiling_problems((1,), [Box((at,), (1,)) for at in range(1, count)])) == MAX_PROBLEMS
+    assert time.monotonic() - began < 5

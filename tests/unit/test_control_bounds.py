@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from weightcast.control.control_routes import legacy_keys
 from weightcast.control.fields import MAX_DEPTH, MAX_KEYS, MAX_VALUES, check_shape, decode_object
-from weightcast.control.problems import LISTED, Problems, clipped, mismatch_problems
+from weightcast.control.problems import LISTED, MESSAGE_LENGTH, Problems, clipped, mismatch_problems
 from weightcast.errors import InvalidInput, Mismatch
 
 
@@ -107,3 +108,8 @@ def test_mismatches_are_listed_up_to_the_same_bound():
 
     assert len(listed) == LISTED + 1
     assert listed[-1].message == f"and {801 - LISTED} more"
+
+
+def test_the_message_of_a_legacy_reply_is_clipped_too():
+    assert len(legacy_keys("m" * (1 << 20))["msg"]) < MESSAGE_LENGTH + 100
+    assert legacy_keys("model weight is cleared")["msg"] == "model weight is cleared"

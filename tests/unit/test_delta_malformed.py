@@ -1,6 +1,7 @@
 """Nothing in a packed delta is believed: damage, and bytes that were made to lie, are refused and touch nothing."""
 
 import struct
+import time
 import tracemalloc
 from contextlib import suppress
 
@@ -710,6 +711,28 @@ def test_unpacking_takes_no_more_than_the_tensors_of_the_version_allow(name, mon
         tracemalloc.stop()
     assert not made
     assert peak < len(data) + (4 << 20)
+
+
+def test_a_delta_of_19_mb_with_a_chunk_for_each_lane_is_refused_at_once():
+    """Unpacked, it took 44 s and more."""
+    lanes = 275_000
+    data = chunk_for_each_lane(0, Streams(1, bytes([1, 0]), b"\0", b"", b"\0", b"", b"").frame(), lanes)
+    assert 18_000_000 < len(data) < 20_000_000
+    base = {"w": np.zeros(lanes, np.uint8)}
+    for read in (lambda: delta.decode(data, base), lambda: delta.apply(base, data)):
+        began = time.monotonic()
+        with pytest.raises(DeltaCorrupt, match=r"table of \d+ bytes"):
+            read()
+        assert time.monotonic() - began < 1
+
+
+def test_without_a_base_a_delta_must_be_about_the_tensors_that_are_expected(samples):
+    base, _, packed = samples
+    specs = delta.ArrayState(base).specs
+    assert delta.decode(packed["gaps"], specs=specs).tensors.keys() == delta.decode(packed["gaps"]).tensors.keys()
+    for others in ({**specs, "more": specs["a"]}, {name: spec for name, spec in specs.items() if name != "same"}):
+        with pytest.raises(DeltaDoesNotFit):
+            delta.decode(packed["gaps"], specs=others)
 
 
 def test_a_table_that_shrank_beyond_belief_is_refused_without_a_base_too():

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import time
 import tracemalloc
 
 import msgspec
 import numpy as np
 import pytest
+from delta_forgery import Forged, Streams
 from depot_stand import ask, raw, serving, status_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast import Store
+from weightcast import Box, DType, Held, LiveModel, Placement, Store, TensorSpec
 from weightcast.clock import Deadline
+from weightcast.depot.questions import Questions
+from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.engines.embedded.model_config import ModelConfig
 from weightcast.engines.embedded.replica.served import check_transfer
-from weightcast.errors import ManifestCorrupt, StorageFailed, WeightcastError
+from weightcast.errors import DeltaDoesNotFit, ManifestCorrupt, StorageFailed, WeightcastError
 from weightcast.publish.publisher import Publisher
 from weightcast.store.checkpoint import Checkpoint
 from weightcast.store.version_file import read_version_file, step_of
@@ -28,8 +33,8 @@ from weightcast.transports.http.client import DepotClient
 from weightcast.transports.legacy_config import LegacyConfig, with_options
 from weightcast.transports.registry import open_receiver
 from weightcast.wire.decoding import decode
-from weightcast.wire.depot import Ack, Newest
-from weightcast.wire.manifest import Manifest, decode_manifest, encode_manifest
+from weightcast.wire.depot import Ack, BoxOf, BoxQuery, HeldQuery, Newest
+from weightcast.wire.manifest import BoxEntry, Manifest, decode_manifest, encode_manifest
 
 DIGITS = "9" * 5000
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -82,7 +87,7 @@ LAUGHS = "\n".join(
         f"version: {'a' * 3000}", f"step: 1{':59' * 1000}", LAUGHS, "step: &a 1\nversion: *a", "version: *a",
         "? [step]\n: 1", "step: " + "[" * 3000, "step: 1\nother: " + "{a: " * 800, "step: !!python/object:os.system 1",
         "step: !!int foo", "version: !!binary /w==", "step: 2026-11-17", "version: 1.5", "step: 1\n---\nstep: 2",
-        "a: b\n" * 100_000, "\0step: 1",
+        "a: b\n" * 100_000, "\0step: 1", 'version: "\\UFFFFFFFF"', 'other: "\\U80000000"',
     ],
 )  # fmt: skip
 def test_a_hostile_version_yaml_is_an_error_of_ours(tmp_path, text):
@@ -232,7 +237,15 @@ def test_hostile_settings_of_a_model_are_an_error_of_ours(tmp_path, name, text):
 
 
 @pytest.mark.parametrize(
-    "header", [DEEP, f'{{"a": {DIGITS}}}', "\xff", '{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}']
+    "header",
+    [
+        DEEP,
+        f'{{"a": {DIGITS}}}',
+        "\xff",
+        '{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [false, 4]}}',
+    ],
 )
 def test_a_hostile_safetensors_header_is_an_error_of_ours(tmp_path, header):
     data = header.encode("latin-1")
@@ -255,6 +268,111 @@ def test_a_settings_file_of_a_checkpoint_that_is_too_large_is_not_read(store, na
         traced(read.get(name, lambda: tokenizer._read_json(directory / name)))
 
 
+def test_a_tensor_of_very_many_dimensions_is_refused_soon(store):
+    """To multiply 100,000 sizes of 18 digits takes 30 s, in which no other thread runs."""
+    path = store.path / "versions" / "step_1" / "manifest.json"
+    manifest = store.manifest("step_1")
+    shape = (10**18,) * 100_000
+    entry = msgspec.structs.replace(manifest.tensors[0], shape=shape)
+    boxes = {entry.name: (BoxEntry(start=(0,) * len(shape), shape=shape, digest=entry.digest, ranks=(0,)),)}
+    began = time.monotonic()
+    for fields in ({}, {"parts": (), "boxes": boxes}):
+        changed = msgspec.structs.replace(manifest, tensors=(entry,), **fields)
+        with pytest.raises(ManifestCorrupt, match="dimensions"):
+            decode_manifest(encode_manifest(changed), path)
+    with serving_questions(store) as depot:
+        for body in (
+            HeldQuery(manifest.root_digest, (held_of("p", (1,)),)),
+            BoxQuery(manifest.root_digest, (BoxOf("a", Box((0,), (1,))),)),
+        ):
+            kind = "digests" if isinstance(body, HeldQuery) else "boxes"
+            sent = (
+                msgspec.json.encode(body)
+                .replace(b"[1]", msgspec.json.encode(shape))
+                .replace(b"[0]", b"[" + b"0," * 99_999 + b"0]")
+            )
+            assert ask(depot, f"/v1/versions/step_1/{kind}", "POST", sent).status == 422
+    assert time.monotonic() - began < 10
+
+
+def test_a_question_with_many_problems_has_a_small_answer(store):
+    manifest = store.manifest("step_1")
+    placement = Placement("no such tensor", Box((0,), (1,)), (0,))
+    long = Held(TensorSpec("n" * 1_000_000, DType.F32, (4,)), (placement,) * 300)
+    with serving_questions(store) as depot:
+        for kind, query in (
+            ("digests", HeldQuery(manifest.root_digest, (long,))),
+            ("digests", HeldQuery(manifest.root_digest, tuple(held_of(f"p{n}", (1 << 60,)) for n in range(5000)))),
+            ("digests", HeldQuery(manifest.root_digest, (held_of("n" * 10_000, (1,)),) * 200)),
+            ("boxes", BoxQuery(manifest.root_digest, (BoxOf("n" * 1000, Box((0,), (1,))),) * 1000)),
+        ):
+            body = msgspec.json.encode(query)
+            answer = traced(lambda kind=kind, body=body: ask(depot, f"/v1/versions/step_1/{kind}", "POST", body))
+            assert answer.status == 422
+            assert len(answer.body) < 200_000
+
+
+def held_of(name, shape):
+    return Held(TensorSpec(name, DType.F32, shape), ())
+
+
+@contextlib.contextmanager
+def serving_questions(store):
+    with StoredShelf(store.path) as shelf:
+        questions = Questions(shelf, store.path)
+        with Depot(questions.shelf, routes=questions.routes()) as depot:
+            yield depot
+
+
+def test_the_message_about_a_manifest_lists_some_of_its_problems():
+    error = ManifestCorrupt("manifest.json", [f"tensor {number} is wrong" for number in range(10_000)])
+    assert len(error.problems) == 10_000
+    assert "and 9900 more problems" in str(error)
+    assert len(str(error)) < 10_000
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "n" * 5000, "file/below"])
+def test_a_store_at_a_path_that_cannot_be_is_an_error_of_ours(tmp_path, name):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / name)
+    for call in (store.newest, store.versions, store.listings, lambda: store.manifest("step_1")):
+        with pytest.raises(WeightcastError):
+            call()
+
+
+# -- deltas ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_delta_about_larger_tensors_than_its_manifest_is_refused_before_it_is_unpacked(store):
+    """A rank that does not hold all tensors decodes a delta without its base. So its manifest bounds the delta."""
+    first = {"w": np.zeros(1024, np.uint8), "extra": np.zeros(8, np.uint8)}
+    second = {name: array.copy() for name, array in first.items()}
+    second["w"][5] = 1
+    store.publish("step_2", first, "full")
+    store.publish("step_3", second, "delta")
+    path = store.path / "versions" / "step_3" / "manifest.json"
+    manifest = store.manifest("step_3")
+    lanes, count = 1 << 24, 20
+    frame = Streams(lanes, bytes([0x80, 0x80, 0x80, 0x08, 0]), bytes(lanes), b"", bytes(lanes // 2), b"", b"").frame()
+    tensors, ones = [["extra", "U8", [8]], ["w", "U8", [1 << 40]]], [1] * count
+    starts, many = [number * lanes for number in range(count)], [lanes] * count
+    roots = [manifest.base.root_digest, manifest.root_digest]
+    forged = Forged(0, roots, tensors, ones, [0] * count, ones, starts, many, many, [frame] * count).sealed()
+    assert len(forged) < 32_000
+    (path.parent / manifest.payload.file).write_bytes(forged)
+    payload = msgspec.structs.replace(manifest.payload, nbytes=len(forged), digest=bytes_digest(forged))
+    path.write_bytes(encode_manifest(msgspec.structs.replace(manifest, payload=payload)))
+
+    weights = {"w": np.full(1024, 7, np.uint8)}
+    with serving(store) as depot:
+        live = LiveModel(weights, source=depot.url, ignore=["extra"])
+        live.update("step_2")
+        with pytest.raises(DeltaDoesNotFit, match="w"):
+            traced(lambda: live.update("step_3"))
+    assert live.version == "step_2"
+    assert not weights["w"].any()
+
+
 # -- URLs ------------------------------------------------------------------------------------------------------------
 
 URLS = [
@@ -262,6 +380,7 @@ URLS = [
     "shares+http://[::1", "ipc://[", "snapshot://[?id=0", "https://a:-1", "http://h?connections=" + DIGITS, "http://h?stall_s=nan",
     "http://h?" + "&".join(f"a{n}=1" for n in range(2000)), "http://h?bucket_nbytes=" + "9" * 30, "legacy-ipc://[?id=0",
     "http://" + ",".join(["h"] * 3000) + "?spread=" + DIGITS, "checkpoint://[", "://", "http://", "http://\0", "http://h\n",
+    "file:///a%00b", "checkpoint:///a%00b", "snapshot:///a%00b?id=0", "ipc:///a%00b", "legacy-ipc:///a%00b?id=0",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from weightcast.control.body import NoBody, read_body
 from weightcast.control.control_replies import Reply, failure_content, failure_reply, success_reply
 from weightcast.control.engine import Engine
 from weightcast.control.fields import AnyBody, Strict, decode_object, read_fields
-from weightcast.control.problems import Problems
+from weightcast.control.problems import Problems, clipped
 from weightcast.control.replies import json_reply
 from weightcast.control.request_ids import control_id_of
 from weightcast.control.service import LARGE_BODY, Service
@@ -79,7 +79,7 @@ def add_routes(app: FastAPI, service: Service, routes: Iterable[Route]) -> None:
 
 def legacy_keys(message: str) -> dict[str, Any]:
     """What callers of the old protocol read."""
-    return {"dp_rank": 0, "local_dp_rank": 0, "msg": message}
+    return {"dp_rank": 0, "local_dp_rank": 0, "msg": clipped(message)}
 
 
 def _deprecated(route: Route) -> bool:

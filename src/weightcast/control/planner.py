@@ -120,8 +120,21 @@ class Planner:
         if request.routed_experts and len(draft.prompts) > 1:
             problems.add("routed_experts", "takes a single prompt")
 
+    @property
+    def _longest(self) -> int:
+        """The tokens that prompt and answer may have together."""
+        # the last token goes through no layer and needs no room in the cache
+        return min(self.limits.max_length, self.limits.blocks * self.limits.block_size + 1)
+
     def _tokens(self, prompt: Prompt, problems: Problems) -> tuple[int, ...]:
         if isinstance(prompt.content, str):
+            most = self._longest * self.tokenizer.longest_token
+            if len(prompt.content) > most:  # to make tokens of 16 MB takes half a minute and gigabytes
+                problems.add(
+                    prompt.place,
+                    f"has {len(prompt.content)} characters; {self._longest} tokens are allowed, which are at most {most}",
+                )
+                return ()
             tokens = self.tokenizer.encode(prompt.content, add_special_tokens=not prompt.rendered)
             if prompt.content and not tokens:
                 problems.add(prompt.place, "the tokenizer makes no token of it")
@@ -134,8 +147,7 @@ class Planner:
 
     def _allowed(self, draft: _Draft, prompt: Prompt, length: int, problems: Problems) -> int:
         """How many tokens an answer may have."""
-        # the last token goes through no layer and needs no room in the cache
-        longest = min(self.limits.max_length, self.limits.blocks * self.limits.block_size + 1)
+        longest = self._longest
         left = longest - length
         default = left if prompt.rendered else min(left, _DEFAULT_TOKENS)
         wanted = default if draft.max_tokens is None else draft.max_tokens

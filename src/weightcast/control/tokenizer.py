@@ -20,6 +20,7 @@ except ImportError as error:
 
 
 _LONG_TEXT = 10_000  # characters
+_LONG_TOKEN = 64  # characters; some tokenizers make one token of a whole word that they do not know
 _FILE_LIMIT_NBYTES = 64 << 20
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
@@ -36,6 +37,7 @@ class Tokenizer:
         self._byte_level = _is_byte_level(rust)
         self._bytes: dict[int, bytes] = {}
         self.stop_tokens = tuple(sorted(set(stop_tokens)))
+        self.longest_token = max((*map(len, rust.get_vocab()), _LONG_TOKEN))  # in characters
 
     @classmethod
     def read(cls, model_dir: str | Path) -> Tokenizer:

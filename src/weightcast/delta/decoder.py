@@ -19,16 +19,21 @@ from weightcast.delta.states import MovedState, State, as_state
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer
+from weightcast.tensors.spec import TensorSpec
 
 
 def decode(
     data: Buffer,
     base: Mapping[str, object] | State | None = None,
     *,
+    specs: Mapping[str, TensorSpec] | None = None,
     threads: int | None = None,
     backend: Backend | None = None,
 ) -> Delta:
     """The sparse form of a packed delta. `classes` needs the base, which is only read.
+
+    Without a base, give the `specs` of the tensors that the delta must be about. A delta about other tensors is refused
+    before it is unpacked; without specs, a small delta can take any amount of memory.
 
     Raises `DeltaCorrupt` for anything that contradicts itself or the base, and `DeltaDoesNotFit` for another base. That the
     bytes of the base are the right ones is for the caller to check, by `base_root`. Memory: about 6 bytes per change for
@@ -36,10 +41,11 @@ def decode(
     """
     view = memoryview(data)
     state = as_state(base) if base is not None else None
-    table = read_table(view, state.specs if state is not None else None)
-    if state is not None:
-        check_specs(table.specs, state.specs)
-    elif table.packing == "classes" and any(chunk.form == "sparse" for chunk in table.chunks):
+    expected = specs if state is None else state.specs
+    table = read_table(view, expected)
+    if expected is not None:
+        check_specs(table.specs, expected)
+    if state is None and table.packing == "classes" and any(chunk.form == "sparse" for chunk in table.chunks):
         raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
     job = _ChunkDecoder(view, table, state, kernels(backend))
     count = default_threads() if threads is None else threads

@@ -20,6 +20,8 @@ from weightcast.wire.depot import DIGESTS_HEADER, BoxOf, BoxQuery
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 MAX_BOXES = 1 << 16
+MAX_PROBLEMS = 100  # of a question that are listed in an answer
+_PROBLEM_LENGTH = 1000
 
 Chosen = Sequence[tuple[TensorEntry, Box]]
 
@@ -77,13 +79,13 @@ def _chosen(tensors: Tensors, boxes: Sequence[BoxOf]) -> Chosen:
     for asked in boxes:
         problem = box_problem(entries, asked.tensor, asked.box)
         if problem is not None:
-            wrong.append(problem)
+            wrong.append(clip(problem))
             continue
         entry = entries[asked.tensor]
         if entry.name not in held:
             held[entry.name] = tensors.held(entry)
         if not lies_in(asked.box, held[entry.name]):
-            absent.append(f"{asked.box} of {asked.tensor!r} ({_told(held[entry.name])})")
+            absent.append(clip(f"{asked.box} of {asked.tensor!r} ({_told(held[entry.name])})"))
         chosen.append((entry, asked.box))
     complain(tensors.manifest, wrong, absent)
     return chosen
@@ -108,13 +110,23 @@ def lies_in(box: Box, held: Box | None) -> bool:
 
 
 def complain(manifest: Manifest, wrong: Sequence[str], absent: Sequence[str]) -> None:
-    """Raise `InvalidInput` if something asked for cannot be, `NotFound` if something is not here; everything is listed."""
+    """Raise `InvalidInput` if something asked for cannot be, `NotFound` if something is not here; the first are listed."""
     if wrong:
-        raise InvalidInput(f"version {manifest.version} was asked for what it does not have: {'; '.join(wrong)}.")
+        raise InvalidInput(f"version {manifest.version} was asked for what it does not have: {_listed(wrong)}.")
     if absent:
         raise NotFound(
-            f"this depot does not have what was asked for of version {manifest.version}: {'; '.join(absent)}. Ask another."
+            f"this depot does not have what was asked for of version {manifest.version}: {_listed(absent)}. Ask another."
         )
+
+
+def clip(problem: str) -> str:
+    """The problem, or its beginning: a client chooses the names in it."""
+    return problem if len(problem) <= _PROBLEM_LENGTH else f"{problem[:_PROBLEM_LENGTH]}…"
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = len(problems) - MAX_PROBLEMS
+    return "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _told(held: Box | None) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import prod
 
 import numpy as np
 
 from weightcast.clock import Deadline
-from weightcast.depot.boxes import box_problem, check_root, complain, lies_in
+from weightcast.depot.boxes import MAX_PROBLEMS, box_problem, check_root, clip, complain, lies_in
 from weightcast.depot.exchange import Reply, Request
 from weightcast.depot.holding import Shelf
 from weightcast.depot.once import Once, Turns
@@ -87,24 +88,28 @@ def _moved(placement: Placement, part: Box) -> Placement:
 
 
 def _check(tensors: Tensors, held: tuple[Held, ...]) -> None:
-    """Refuse what a rank cannot hold, or what is not here to cut it from. Everything is listed."""
+    """Refuse what a rank cannot hold, or what is not here to cut it from. Up to `MAX_PROBLEMS` are found and listed."""
     if len(held) > MAX_PARAMETERS:
         raise InvalidInput(f"{len(held)} parameters are asked for at once: {MAX_PARAMETERS} is the most.")
     entries = tensors.manifest.by_name()
     absent: list[str] = []
-    wrong = list(repeats("parameter", [one.spec.name for one in held]))
+    wrong = [clip(problem) for problem in islice(repeats("parameter", [one.spec.name for one in held]), MAX_PROBLEMS)]
     room = 4 * tensors.manifest.nbytes + _PADDING_NBYTES
     for one in held:
+        if len(wrong) + len(absent) >= MAX_PROBLEMS:
+            break
         spec = one.spec
         if min(spec.shape, default=0) < 0 or spec.nbytes > room:
-            wrong.append(f"parameter {spec.name!r} cannot be {spec.describe()}")
+            wrong.append(clip(f"parameter {spec.name!r} cannot be {spec.describe()}"))
             continue
         for placement in one.placements:
+            if len(wrong) + len(absent) >= MAX_PROBLEMS:
+                break
             problem = box_problem(entries, placement.source, placement.box) or _misplaced(one, placement, entries)
             if problem is not None:
-                wrong.append(f"parameter {spec.name!r}: {problem}")
+                wrong.append(clip(f"parameter {spec.name!r}: {problem}"))
             elif not lies_in(placement.box, tensors.held(entries[placement.source])):
-                absent.append(f"{placement.box} of {placement.source!r}")
+                absent.append(clip(f"{placement.box} of {placement.source!r}"))
     complain(tensors.manifest, wrong, absent)
 
 

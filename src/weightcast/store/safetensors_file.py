@@ -97,7 +97,7 @@ def _parse_header(path: Path, header: bytes, file_nbytes: int) -> tuple[dict[str
 def _parse_place(name: str, field: Any, data_start: int) -> Place:
     start, end = field["data_offsets"]
     shape = tuple(field["shape"])
-    if len(shape) > 32 or not all(isinstance(size, int) and 0 <= size < 1 << 48 for size in (*shape, start, end)):
+    if len(shape) > 32 or not all(type(size) is int and 0 <= size < 1 << 48 for size in (*shape, start, end)):
         raise ValueError(f"tensor {name!r} has a shape or place that is not made of counts")
     spec = TensorSpec(name=name, dtype=DType(field["dtype"]), shape=shape)
     if end - start != spec.nbytes:

@@ -121,7 +121,7 @@ def _read_yaml(path: Path) -> VersionFile | None:
         return None
     try:
         fields = _flat_mapping(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the parser gives chr() what a text escapes
         raise VersionFileInvalid(f"{path} is not a mapping with the keys step and version: {error}.") from error
     step, version = fields.get("step"), fields.get("version")
     if step is None and version is None:

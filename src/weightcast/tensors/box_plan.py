@@ -6,13 +6,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import NamedTuple
 
 from weightcast.tensors.boxes import Box
 
 SPLIT_NBYTES = 1 << 20  # what several hold is not divided between them into less: a request costs more than it saves
+MAX_PROBLEMS = 100  # that are listed of one tensor: crossing boxes have as many as the square of their number
 
 
 class HeldBox(NamedTuple):
@@ -154,17 +155,17 @@ class _Tiling:
 
 
 def tiling_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:
-    """Where boxes do not cover a tensor exactly once: all holes, and all parts that lie in more than one of them.
+    """Where boxes do not cover a tensor exactly once: holes, and parts that lie in more than one of them.
 
-    Boxes without elements count for nothing.
+    Boxes without elements count for nothing. Stops after `MAX_PROBLEMS`.
     """
     outside = [box for box in boxes if not box.fits(shape)]
     if outside:
-        return [f"{_written(box)} lies outside of a tensor of shape {list(shape)}" for box in outside]
-    filled = [box for box in boxes if prod(box.shape)]
-    if not prod(shape):
+        return [f"{_written(box)} lies outside of a tensor of shape {list(shape)}" for box in outside[:MAX_PROBLEMS]]
+    filled = [box for box in boxes if 0 not in box.shape]
+    if 0 in shape:
         return []
-    return list(dict.fromkeys(_uncovered(shape, filled, ())))
+    return list(dict.fromkeys(islice(_uncovered(shape, filled, ()), MAX_PROBLEMS)))
 
 
 def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box], slab: tuple[tuple[int, int], ...]) -> Iterator[str]:

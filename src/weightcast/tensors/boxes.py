@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from weightcast.errors import InvalidInput
-from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.spec import MAX_DIMS, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MAX_DIMS:
+            raise InvalidInput(f"a box has {MAX_DIMS} dimensions at most, not {len(self.shape)}.")
         if len(self.start) != len(self.shape) or any(number < 0 for number in (*self.start, *self.shape)):
             raise InvalidInput(f"a box cannot start at {self.start} and have shape {self.shape}.")
 

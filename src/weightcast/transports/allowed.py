@@ -18,8 +18,9 @@ from weightcast import config
 from weightcast.errors import InvalidInput, SourceNotAllowed
 from weightcast.wire.decoding import is_count
 
-# They name files of this host, whom to trust, or whether a token travels over TLS. Requests must not set them.
-OPERATOR_OPTIONS = frozenset({"token_file", "ca_file", "shared_dir", "tls", "uid"})
+# They name files of this host, whom to trust, whether a token travels over TLS, or a device on which a port is opened.
+# Requests must not set them.
+OPERATOR_OPTIONS = frozenset({"token_file", "ca_file", "shared_dir", "tls", "uid", "nic"})
 # The most that a request may ask for: they are threads, connections and memory of this process.
 REQUEST_LIMITS = {"connections": 64, "prefetch": 64, "bucket_nbytes": 1 << 30}
 
@@ -106,6 +107,8 @@ def _parse(source: str, *, rule: bool = False) -> tuple[list[_Place], dict[str, 
     """The places that a source names, and its options. Raises `ValueError`."""
     if "\0" in source:
         raise ValueError("it has a null byte")
+    if any("\ud800" <= character <= "\udfff" for character in source):
+        raise ValueError("it has half a character")
     if "://" not in source:
         return [_directory("file", f"{Path.cwd()}/{source}" if not source.startswith("/") else source, rule=rule)], {}
     if any(character.isspace() or not character.isprintable() for character in source):

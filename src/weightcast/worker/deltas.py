@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 from weightcast.clock import Deadline
@@ -11,6 +11,7 @@ from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, insp
 from weightcast.delta.container import check_table
 from weightcast.delta.sparse import check_specs
 from weightcast.tensors.flat import Array
+from weightcast.tensors.spec import TensorSpec
 from weightcast.transports.base import Provider, Receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import Plan
@@ -26,10 +27,14 @@ def live_state(plan: Plan) -> ArrayState:
 
 @dataclass(frozen=True)
 class DeltaChain:
-    """Deltas that follow one another: packed, or, from a provider, worked out beforehand."""
+    """Deltas that follow one another: packed, or, from a provider, worked out beforehand.
+
+    `specs` are the tensors that the packed ones must be about, as the manifest of the last one says.
+    """
 
     payloads: tuple[memoryview, ...] = ()
     ready: tuple[Delta, ...] = ()
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.payloads or self.ready)
@@ -52,7 +57,7 @@ class DeltaChain:
         elif _holds_all(plan, manifest):
             return decode_chain(self.payloads, live_state(plan))
         else:
-            folded = reduce(fold, (decode(payload) for payload in self.payloads))
+            folded = reduce(fold, (decode(payload, specs=self.specs) for payload in self.payloads))
         entries = plan.entries
         touched = folded.tensors.keys() & entries.keys()
         check_specs({name: folded.tensors[name].spec for name in touched}, {name: entries[name].spec for name in touched})
@@ -62,7 +67,7 @@ class DeltaChain:
         """All of it as one delta, decoded without the state it starts on: packed as `gaps`. In the caller's thread, as it
         runs beside an engine.
         """
-        return reduce(fold, self.ready or [decode(payload, threads=1) for payload in self.payloads])
+        return reduce(fold, self.ready or [decode(payload, specs=self.specs, threads=1) for payload in self.payloads])
 
     def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
         """Bring private arrays from the version that the first is based on to the last, `version`."""
@@ -77,15 +82,17 @@ def fetched_chain(receiver: Receiver, deltas: Sequence[Manifest], *, checksum: b
     """The deltas, each whole and, unless declined, as published."""
     if isinstance(receiver, Provider):
         return DeltaChain(ready=tuple(receiver.changes(manifest) for manifest in deltas))
-    fetched = []
+    fetched: list[memoryview] = []
+    specs: dict[str, TensorSpec] = {}
     for manifest in deltas:
+        specs = {entry.name: entry.spec for entry in manifest.tensors}
         staging = Staging(manifest.transfers())
         staging.fill(receiver, manifest, deadline)
         verified = staging.verify(manifest, checksum=checksum, deadline=deadline)
         (payload,) = verified.arrays.values()
-        check_table(payload.data, {entry.name: entry.spec for entry in manifest.tensors})
+        check_table(payload.data, specs)
         fetched.append(payload.data)
-    return DeltaChain(payloads=tuple(fetched))
+    return DeltaChain(payloads=tuple(fetched), specs=specs)
 
 
 def _holds_all(plan: Plan, manifest: Manifest) -> bool:
