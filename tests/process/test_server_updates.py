@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -237,3 +239,23 @@ def test_a_rank_that_is_killed_is_told_in_few_lines(stand):
     wrong = [line for line in shown(stand.lines(since)) if line["level"] != "INFO"]
     assert [line["event"] for line in wrong] == ["rank lost", "replica restarting"]
     assert sum("SIGKILL" in str(line) for line in wrong) == 1, "the cause is told once"
+
+
+def test_an_update_goes_on_if_its_caller_goes_away_and_its_record_says_how_it_ended(stand):
+    before, host, port = len(stand.lines()), *stand.server.url.removeprefix("http://").split(":")
+    version = "step_4" if stand.weights()["version"] != "step_4" else "step_3"
+    body = json.dumps({"version": version, "pause": "wait"}).encode()
+    head = f"POST /v1/update_weights HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+    with stand.server.client() as client, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, client, max_tokens=600)
+        stand.server.wait_for(lambda: stand.server.stats()[0]["running"] == 1, "load")
+        with socket.create_connection((host, int(port))) as caller:
+            caller.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            stand.server.wait_for(lambda: stand.server.health()["state"] != "READY", "the update")
+        assert stand.weights()["version"] != version, "the update did not wait, so nobody could leave it"
+        assert answer.result(WAIT_S).usage.completion_tokens == 600
+
+    stand.server.wait_for(lambda: stand.weights()["version"] == version, "the update of a caller that is gone")
+    committed = [line for line in stand.lines(before) if line["event"] == "update committed"]
+    record = stand.call("GET", f"/v1/updates/{committed[0]['update_id']}").json()["result"]
+    assert (len(committed), record["phase"], record["version"]) == (1, "done", version)

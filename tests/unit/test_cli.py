@@ -129,8 +129,9 @@ def test_a_damaged_version_is_shown_in_ls_and_fails_verify(run, run_json, publis
     assert "damaged" in out
 
 
-def test_verify_fails_if_version_yaml_names_a_version_that_is_not_there(run, run_json, published):
-    (published / "version.yaml").write_text("step: 9\nversion: step_9\n")
+@pytest.mark.parametrize("step", [9, 2])  # the second is that of a version that is there
+def test_verify_fails_if_version_yaml_names_a_version_that_is_not_there(run, run_json, published, step):
+    (published / "version.yaml").write_text(f"step: {step}\nversion: step_9\n")
     status, out, _ = run("store", "verify", published)
     assert status == 1
     assert "version.yaml names step_9, which is not there" in " ".join(out.split())
@@ -152,6 +153,13 @@ def test_verify_fails_if_version_yaml_names_a_version_that_is_not_there(run, run
         ("missing", "is not there"),
         ("file:///missing", "is not there"),
         ("checkpoint:///missing", "is not there"),
+        ("file:///tmp?unknown=1", "unknown option(s) unknown"),
+        ("file:///tmp?deltas=sometimes", "must be one of never, auto, always"),
+        ("file://host/missing", "must name a directory on this host"),
+        ("snapshot:///tmp", "needs the device id"),
+        ("ipc:///tmp/later?unknown=1", "unknown option(s) unknown"),
+        ("shares+http://host:1?unknown=1", "unknown option(s) unknown"),
+        ("nixl://host:1?unknown=1", "unknown is not known"),
     ],
 )
 def test_serve_refuses_a_source_that_cannot_be_opened_before_it_starts(run, checkpoint, source, said):

@@ -237,9 +237,6 @@ def test_the_pictures_are_well_formed():
     assert pictures
     for picture in pictures:
         assert ET.parse(picture).getroot().tag.endswith("svg")
-    assert pictures
-    for picture in pictures:
-        assert ET.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_every_promise_of_the_failure_model_names_tests_that_exist():

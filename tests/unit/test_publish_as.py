@@ -1,5 +1,7 @@
 """Tensors that are published under other names or in another dtype than the trainer has; and errors that propose it."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from weightcast import DepotPublisher, LiveModel, Publisher, Shard, Store
 from weightcast.cli.main import cli
-from weightcast.errors import InvalidInput, VersionDoesNotFit
+from weightcast.errors import InvalidInput, UnsupportedTensor, VersionDoesNotFit
 from weightcast.tensors.spec import bare_names
 
 LAYERS = 400
@@ -65,6 +67,19 @@ def test_one_sentence_proposes_the_rename_instead_of_a_line_for_each_name(store)
     store.publish("stripped", wrapped, strip_wrappers=True)
     LiveModel(model, source=store).update("stripped")
     assert all((model[name] == array).all() for name, array in tensors.items())
+
+
+@pytest.mark.parametrize("prefix", ["module.module.", "_orig_mod."])
+def test_an_option_that_would_not_help_is_not_proposed(store, prefix):
+    """`strip_wrappers` of `publish` removes one `module.`, and knows nothing of a model that is wrapped itself."""
+    own = "" if prefix.startswith("module.") else "module."
+    tensors = {f"{prefix}{name}": np.ones(2) for name in ("a", "b")}
+    model = {f"{own}{name}": np.zeros(2) for name in ("a", "b")}
+    store.publish("v", tensors)
+    assert str(refusal(model, store)).endswith(f"the model '{own}a'; make the LiveModel with strip_wrappers=True.")
+    store.publish("stripped", tensors, strip_wrappers=True)
+    refusal(model, store, "stripped")
+    LiveModel(model, source=store, strip_wrappers=True).update("v")
 
 
 def test_other_mismatches_stand_beside_the_proposal_and_long_lists_are_cut_short(store):
@@ -136,7 +151,7 @@ def test_a_module_is_published_as_its_state(store):
     model = block()
     store.publish("v", compiled(model), strip_wrappers=True)
     assert sorted(store.load("v")) == sorted(model.state_dict())
-    with pytest.raises(InvalidInput, match="a int cannot be published"):
+    with pytest.raises(InvalidInput, match="an object of type int cannot be published"):
         store.publish("w", 3)
 
 
@@ -271,3 +286,27 @@ def test_the_command_line_converts_and_strips(tmp_path):
     assert result.exit_code == 0, result.output
     loaded = Store(tmp_path / "store").load("v")
     assert {name: str(array.dtype) for name, array in loaded.items()} == {"w": "bfloat16", "router": "float32"}
+
+
+# -- what is no tensor ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": block()}, "tensor 'model': an object of type ModuleDict is not a"),
+        ({"optimizer": torch.optim.SGD(block().parameters(), 0.1)}, "an object of type SGD is not a"),
+        ({1: np.zeros(2)}, "1 cannot be the name of a tensor"),
+        ("/checkpoints/1", "Store.publish_checkpoint takes a directory"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_an_error_of_ours(store, given, said):
+    with pytest.raises((InvalidInput, UnsupportedTensor), match=re.escape(said)):
+        store.publish("v", given)
+    with DepotPublisher("127.0.0.1:0") as publisher, pytest.raises((InvalidInput, UnsupportedTensor)):
+        publisher.publish("v", given)
+
+
+def test_a_mapping_of_modules_is_not_a_model():
+    with pytest.raises(UnsupportedTensor, match="an object of type ModuleDict is not a"):
+        LiveModel({"model": block()})

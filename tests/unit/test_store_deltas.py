@@ -10,7 +10,7 @@ import pytest
 from weightcast import Store, delta
 from weightcast.delta import encoder
 from weightcast.errors import Conflict, DigestMismatch, InvalidInput, StorageFailed
-from weightcast.store import chain, delta_writer, layout, replay
+from weightcast.store import chain, delta_policy, delta_writer, layout, replay
 from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
 from weightcast.store.part_state import PartState
 from weightcast.tensors.bridges import Converted
@@ -296,6 +296,33 @@ def test_a_version_that_does_not_pay_is_not_encoded_at_all(store, rng, monkeypat
     store.publish("step_0", state)
     monkeypatch.setattr(encoder.Encoder, "add", lambda *_, **__: pytest.fail("it was encoded"))
     assert store.publish("step_1", {name: moved(array, 1, rng) for name, array in state.items()}).kind == "full"
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "least", "most"),
+    [(0.05, "full", 1, 3), (0.015, "delta", 32, 32)],
+    ids=["far too many", "a few too many"],
+)
+def test_tensors_that_come_one_by_one_are_judged_by_the_first_ones(store, rng, monkeypatch, share, kind, least, most):
+    """A delta pays up to 1.25 %. With a few more, finishing it is cheaper than taking most of it back."""
+    for module in (delta_policy, delta_writer):
+        monkeypatch.setattr(module, "FEW_CHANGES", 1000)
+    state = {f"layers.{layer}": rng.standard_normal(1 << 14).astype(np.float32) for layer in range(32)}
+    later = {name: moved(array, share, rng) for name, array in state.items()}
+    store.publish("step_0", state)
+    encoded = []
+    add = encoder.Encoder.add
+    monkeypatch.setattr(encoder.Encoder, "add", lambda *given, **how: encoded.append(given) or add(*given, **how))
+    assert store.publish("step_1", iter(later.items())).kind == kind
+    assert least <= len(encoded) <= most
+    assert same_state(store.load(), later)
+
+
+def test_few_changes_are_a_delta_also_if_all_come_first(store, rng):
+    state = {f"layers.{layer}": rng.standard_normal(1 << 14).astype(np.float32) for layer in range(8)}
+    later = state | {"layers.0": state["layers.0"] + 1}
+    store.publish("step_0", state)
+    assert store.publish("step_1", iter(later.items())).kind == "delta"
 
 
 @pytest.mark.parametrize("as_given", [dict, dict.items], ids=["mapping", "iterator"])

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from weightcast.errors import VersionFileInvalid, VersionNotSet
+from weightcast.errors import VersionFileInvalid, VersionNotFound, VersionNotSet
 from weightcast.store.version_file import read_version_file, step_of, write_version_file
 
 
@@ -99,6 +99,14 @@ def test_a_legacy_file_that_knows_only_the_step_finds_the_version(store):
     store.publish("global_step_40", {"w": np.zeros(2)})
     (store.path / "version.yaml").write_text("step: 40")
     assert store.newest() == "global_step_40"
+
+
+def test_a_version_that_is_not_there_is_not_replaced_by_another_of_its_step(store):
+    store.publish("run_a_40", {"w": np.zeros(2)})
+    (store.path / "version.yaml").write_text("step: 40\nversion: run_b_40\n")
+    assert store.newest() == "run_b_40"
+    with pytest.raises(VersionNotFound, match="run_b_40"):
+        store.load()
 
 
 @pytest.mark.parametrize(("version", "step"), [("step_100", 100), ("1200", 1200), ("v2-rc", 7), ("a1b22", 22)])

@@ -12,7 +12,7 @@ import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def progress(what: str, total: int, *, as_json: bool) -> Iterator[Callable[[int]
     if as_json or not sys.stderr.isatty():
         yield lambda _: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Sizes(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Sizes(Column(no_wrap=True)), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=total)
         yield lambda nbytes: bars.advance(task, nbytes)

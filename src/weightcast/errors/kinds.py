@@ -9,6 +9,7 @@ from os import PathLike
 AnyPath = str | PathLike[str]
 
 SHOWN_MISMATCHES = 20  # in a message
+SHOWN_PROBLEMS = 100  # of a manifest, the same
 
 
 class WeightcastError(Exception):
@@ -187,8 +188,10 @@ class ManifestCorrupt(Corrupt):
 
     def __init__(self, path: AnyPath, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        more = len(self.problems) - SHOWN_PROBLEMS
+        listed = "; ".join([*self.problems[:SHOWN_PROBLEMS], *([f"and {more} more problems"] if more > 0 else [])])
         super().__init__(
-            f"manifest {path} cannot be used: {'; '.join(self.problems)}. Publish the version again under a new name, "
+            f"manifest {path} cannot be used: {listed}. Publish the version again under a new name, "
             "or restore the directory from a copy."
         )
 

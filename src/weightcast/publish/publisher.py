@@ -440,7 +440,9 @@ def _directory(url: AnyPath) -> Path:
         parts = split_url(url)
         if parts.scheme != "ipc" or parts.netloc not in ("", "localhost") or not parts.path or parts.query:
             raise InvalidInput(f"{url!r} must name a directory on this host: ipc:///dev/shm/run.")
-        return Path(unquote(parts.path))
+        url = unquote(parts.path)
+    if "\0" in str(url):
+        raise InvalidInput(f"{str(url)[:200]!r} has a null byte, which no path can have.")
     return Path(url)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weightcast.errors import ManifestCorrupt, StoreNotFound, VersionNotFound, WeightcastError
 from weightcast.store import layout
-from weightcast.store.files import read_small
+from weightcast.store.files import read_small, refusals
 from weightcast.store.version_file import read_version_file
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
 
@@ -29,7 +29,9 @@ class Catalog:
 
     def check_exists(self) -> None:
         """Raise `StoreNotFound` if there is no such directory."""
-        if not self.path.is_dir():
+        with refusals("look at", self.path):
+            exists = self.path.is_dir()
+        if not exists:
             raise StoreNotFound(self.path, "the directory does not exist")
 
     def directory(self, version: str) -> Path:
@@ -39,9 +41,8 @@ class Catalog:
     def directories(self) -> list[Path]:
         """Every version directory, with or without a manifest."""
         root = layout.versions_dir(self.path)
-        if not root.is_dir():
-            return []
-        return [path for path in root.iterdir() if path.is_dir()]
+        with refusals("list", root):
+            return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
     def present(self) -> list[str]:
         """The ids of all version directories that have a manifest."""
@@ -77,8 +78,9 @@ class Catalog:
         """The id of the version that version.yaml names."""
         self.check_exists()
         named = read_version_file(self.path)
-        if not layout.manifest_path(self.path, named.version).exists() and named.step is not None:
+        only_step = named.step is not None and named.version.isdecimal()  # as legacy files have it
+        if only_step and not layout.manifest_path(self.path, named.version).exists():
             same_step = [item.version for item in self.listings() if item.manifest and item.manifest.step == named.step]
-            if same_step:  # a legacy file knows only the step
+            if same_step:
                 return same_step[-1]
         return named.version

@@ -20,7 +20,7 @@ _SCAN = 0.9  # for each byte of the state: a delta is compared with its base, an
 _CHANGE = 32.0  # for each lane that changes: encode, decode, write
 _CHANGE_NBYTES = 1.5  # that a change takes in a payload
 _FULL_NBYTES_PER_S = 700e6  # of the full way, where no link limits it
-_FEW_CHANGES = 250_000  # take 10 to 20 ms, whatever share of a small model they are
+FEW_CHANGES = 250_000  # take 10 to 20 ms, whatever share of a small model they are
 _WRONG = 1.5  # encoding stops at so many times the changes that pay
 
 _SAMPLE_LANES = 512  # at each place
@@ -66,15 +66,18 @@ class DeltaPolicy:
         if link is not None and (not isinstance(link, int | float) or not link > 0):
             raise InvalidInput(f"link_nbytes_per_s must be above 0, or None, not {link!r}.")
 
-    def most_changes(self, nbytes: int) -> float:
-        """Up to how many changed elements a delta of a state of so many bytes pays."""
-        sent = _FULL_NBYTES_PER_S / self.link_nbytes_per_s if self.link_nbytes_per_s else 0.0
-        spared = (1 + sent - _SCAN) * nbytes
-        return max(_FEW_CHANGES, spared / (_CHANGE + _CHANGE_NBYTES * sent))
+    def most_changes(self, nbytes: int, *, spent: float = 0.0) -> float:
+        """Up to how many changed elements a delta of a state of so many bytes pays.
 
-    def stop_changes(self, nbytes: int) -> float:
+        `spent` is the share of the state that is encoded already. A full version would lose that work, so more changes pay.
+        """
+        sent = _FULL_NBYTES_PER_S / self.link_nbytes_per_s if self.link_nbytes_per_s else 0.0
+        spared = (1 + sent - _SCAN + spent) * nbytes
+        return max(FEW_CHANGES, spared / (_CHANGE + _CHANGE_NBYTES * sent))
+
+    def stop_changes(self, nbytes: int, *, spent: float = 0.0) -> float:
         """At how many changes encoding stops, as the estimate was wrong."""
-        return _WRONG * self.most_changes(nbytes)
+        return _WRONG * self.most_changes(nbytes, spent=spent)
 
 
 def estimate_changes(lanes: int, old: Callable[[int, int], Lanes], new: Callable[[int, int], Lanes]) -> float:

@@ -16,7 +16,7 @@ from weightcast.delta.encoder import TooManyChanges
 from weightcast.delta.lanes import Lanes, lane_count, lane_range
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.store import layout
-from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
+from weightcast.store.delta_policy import FEW_CHANGES, DeltaPolicy, estimate_changes
 from weightcast.store.draft import Contents, Draft
 from weightcast.store.files import FileWriter, remove_file, rename
 from weightcast.store.replay import replayed
@@ -30,6 +30,7 @@ from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, 
 Named = tuple[str, object]
 
 _COLLECTED_SHARE = 16  # of the state: changes up to this are handed on in memory instead of being read back
+_TOLD_SHARE = 1 / 16  # of the state: so much of it tells how many changes the rest has
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class DeltaWriter:
         self._specs = {entry.name: entry.spec for entry in base.tensors}
         self._digests = {entry.name: entry.digest for entry in base.tensors}
         self._limit = policy.max_share * base.nbytes
-        self._most_changes = policy.most_changes(base.nbytes) if choosing else math.inf
-        self._stop_changes = policy.stop_changes(base.nbytes) if choosing else math.inf
-        self._expected: dict[str, float] = {}  # changes of each tensor that was sampled
+        self._choosing = choosing
+        self._lanes = max(1, sum(map(lane_count, self._specs.values())))
+        self._sampled: set[str] = set()
+        self._sampled_lanes = self._encoded_lanes = 0
+        self._expected = 0.0  # changes of the tensors that were sampled
         self._path = draft.directory / layout.unsealed_payload_name()
         self._entries: dict[str, TensorEntry] = {}
 
@@ -87,13 +90,13 @@ class DeltaWriter:
                 break
             if _at_hand(tensors[spec.name]):
                 self._sample(spec, host_array(spec.name, tensors[spec.name]))
-                why = self._too_many()
+                why = self._too_many(self._expected)
         if why is not None:
             return NoDelta(why, nullcontext(tensors))
         try:
             outcome = self._encode(((name, tensors[name]) for name in specs), once=False)
         except TooManyChanges:
-            outcome = NoDelta(self._dearer(self._stop_changes), nullcontext(()))
+            outcome = NoDelta(self._dearer(self._policy.stop_changes(self._base.nbytes)), nullcontext(()))
         if isinstance(outcome, Contents):
             return outcome
         remove_file(self._path)
@@ -135,11 +138,12 @@ class DeltaWriter:
             hasher.update(data)
             file.write(data)
 
-        room = self._base.nbytes // _COLLECTED_SHARE
+        room, most = self._base.nbytes // _COLLECTED_SHARE, math.inf
+        if self._choosing and not once:
+            most = self._policy.stop_changes(self._base.nbytes, spent=1 - self._sampled_lanes / self._lanes)
         return Encoder(
-            write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room,
-            most_changes=math.inf if once else self._stop_changes,
-        )  # fmt: skip
+            write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room, most_changes=most
+        )
 
     def _encode_all(
         self, encoder: Encoder, tensors: Iterator[Named], *, borrowed: bool
@@ -153,7 +157,7 @@ class DeltaWriter:
             if why is None:
                 array = host_array(name, tensor)
                 self._sample(spec, array)
-                why = self._too_many()
+                why = self._too_many(self._projected())
             if why is not None:
                 return why, chained([(name, tensor)], tensors)
             why = self._add(encoder, spec, array, borrowed=borrowed)
@@ -176,6 +180,7 @@ class DeltaWriter:
 
         digest = array_digest(array, self._draft.algorithm)
         encoder.add(spec, old, new, borrowed=borrowed)
+        self._encoded_lanes += lane_count(spec)
         self._entries[spec.name] = TensorEntry(
             name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=spec.nbytes, digest=digest
         )
@@ -185,21 +190,29 @@ class DeltaWriter:
 
     def _sample(self, spec: TensorSpec, array: Array) -> None:
         """Estimate how much of a tensor changes, once."""
-        if self._most_changes < math.inf and spec.name not in self._expected:
-            new = partial(lane_range, array, spec.dtype)
-            self._expected[spec.name] = estimate_changes(lane_count(spec), partial(self._state.lanes, spec.name), new)
+        if self._choosing and spec.name not in self._sampled:
+            new, lanes = partial(lane_range, array, spec.dtype), lane_count(spec)
+            self._expected += estimate_changes(lanes, partial(self._state.lanes, spec.name), new)
+            self._sampled.add(spec.name)
+            self._sampled_lanes += lanes
 
-    def _too_many(self) -> str | None:
-        """Why a delta does not pay, told by the tensors that were sampled."""
-        expected = sum(self._expected.values())
-        return self._dearer(expected) if expected > self._most_changes else None
+    def _projected(self) -> float:
+        """The changes of the whole state, told by the tensors that were sampled. Few of them tell nothing of the rest."""
+        sampled = self._sampled_lanes / self._lanes
+        return self._expected / sampled if sampled >= _TOLD_SHARE and self._expected > FEW_CHANGES else self._expected
+
+    def _too_many(self, changes: float) -> str | None:
+        """Why a delta does not pay, told by samples."""
+        most = self._policy.most_changes(self._base.nbytes, spent=self._encoded_lanes / self._lanes)
+        return self._dearer(changes) if self._choosing and changes > most else None
 
     def _wrong(self, changes: int) -> str | None:
         """Why a delta does not pay, told by the changes that were found."""
-        return self._dearer(changes) if changes > self._stop_changes else None
+        stop = self._policy.stop_changes(self._base.nbytes, spent=self._encoded_lanes / self._lanes)
+        return self._dearer(changes) if self._choosing and changes > stop else None
 
     def _dearer(self, changes: float) -> str:
-        share = changes / max(1, sum(map(lane_count, self._specs.values())))
+        share = changes / self._lanes
         return f"about {share:.1%} of its elements or more change, so that a full version is served sooner"
 
     def _given_back(self, why: str, table: Table, rest: Iterable[Named]) -> NoDelta:

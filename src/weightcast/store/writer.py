@@ -89,10 +89,10 @@ def _as_named(tensors: object) -> NamedTensors:
     state_dict = getattr(tensors, "state_dict", None)
     if framework_of(tensors) is not None and callable(state_dict):
         tensors = state_dict()
-    if not isinstance(tensors, Iterable):
+    if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes):
         raise InvalidInput(
-            f"a {type(tensors).__qualname__} cannot be published: give a mapping of names and tensors, an iterator of such "
-            "pairs, or a module."
+            f"an object of type {type(tensors).__qualname__} cannot be published: give a mapping of names and tensors, an "
+            "iterator of such pairs, or a module. Store.publish_checkpoint takes a directory."
         )
     return cast("NamedTensors", tensors)
 

@@ -10,6 +10,7 @@ from weightcast.errors import InvalidInput, UnsupportedTensor
 from weightcast.tensors.dtypes import DType
 
 _SHOWN = 5  # of many names, in a message
+MAX_DIMS = 64  # as many as an array of NumPy can have
 RESERVED_NAME = "__metadata__"  # a key of the safetensors header
 
 
@@ -63,8 +64,13 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.name or self.name == RESERVED_NAME or "\0" in self.name or _has_surrogates(self.name):
+        is_text = isinstance(self.name, str)
+        if not is_text or not self.name or self.name == RESERVED_NAME or "\0" in self.name or _has_surrogates(self.name):
             raise UnsupportedTensor(f"{self.name!r} cannot be the name of a tensor.")
+        if len(self.shape) > MAX_DIMS:  # to multiply a million sizes takes hours
+            raise UnsupportedTensor(
+                f"a tensor has {MAX_DIMS} dimensions at most, and {self.name[:200]!r} {len(self.shape)}."
+            )
 
     @property
     def numel(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import SplitResult, parse_qs, unquote
 
-from weightcast.errors import InvalidInput, UnknownSource
+from weightcast.errors import InvalidInput, UnknownSource, WeightcastError
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR
 from weightcast.store.store import Store
 from weightcast.transports.base import DeltaUse, Receiver
@@ -110,6 +110,7 @@ _SCHEMES: dict[str, Opener] = {
     "shares+https": _open_shares,
     "nixl": _open_nixl,
 }
+_LOCAL_SCHEMES = frozenset({"file", "checkpoint", "ipc", "legacy-ipc", "snapshot"})  # directories on this host
 _DELTA_SCHEMES = frozenset({"file", "http", "https", "shares+http", "shares+https", "nixl"})  # they take the option `deltas`
 
 
@@ -119,10 +120,13 @@ def missing_directory(source: str) -> Path | None:
     Raises `UnknownSource` or `InvalidInput` for a source that can never be opened. Nothing is asked over the network.
     """
     scheme = split_url(source).scheme if "://" in source else "file"
-    if scheme not in _SCHEMES:
-        raise UnknownSource(source, _SCHEMES)
-    if scheme in ("http", "https"):
+    try:
         open_receiver(source, rank=0).close()
+    except InvalidInput:
+        raise
+    except WeightcastError:
+        if scheme not in _LOCAL_SCHEMES:
+            raise  # else its directory, or a file in it, may come later
     if scheme not in ("file", "checkpoint", "snapshot"):
         return None
     path = Path(unquote(split_url(source).path)) if "://" in source else Path(source)
@@ -133,6 +137,8 @@ def open_receiver(source: Source, *, rank: int) -> Receiver:
     """The receiving end for a source: a URL, a directory, a store, or a receiver that is used as it is."""
     if isinstance(source, Store):
         return FileReceiver(source)
+    if isinstance(source, str | PathLike) and "\0" in unquote(str(source)):
+        raise InvalidInput(f"{str(source)[:200]!r} has a null byte, which no path and no URL can have.")
     if isinstance(source, PathLike) or (isinstance(source, str) and "://" not in source):
         return FileReceiver.open(Path(source))
     if not isinstance(source, str):

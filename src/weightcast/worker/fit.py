@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from weightcast.errors import Mismatch, VersionDoesNotFit
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.placing import converts
-from weightcast.tensors.spec import barest_names, check_distinct
+from weightcast.tensors.spec import bare_names, barest_names, check_distinct
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.capture import CapturedPart
@@ -209,11 +209,14 @@ def _name_cures(
         return
     wrapped = [name for name in pairs if len(name) > len(pairs[name])]  # by what the trainer published; else it is the model
     example = min(wrapped or pairs)
-    cures = ["publish it with strip_wrappers=True (weightcast publish --strip-wrappers)"] if wrapped else []
+    published = bare_names(theirs)  # with strip_wrappers; of module.module. it leaves one
+    strips = bool(wrapped) and all(published[name] == pairs[name] for name in wrapped)
+    cures = ["publish it with strip_wrappers=True (weightcast publish --strip-wrappers)"] if strips else []
     cures += ["make the LiveModel with strip_wrappers=True"] if live else []
+    last = "publish it under the names of the model" if wrapped else "unwrap the model"
     yield (
         f"{len(pairs)} of its {len(theirs)} names differ from the model's only by what a wrapper puts into them: it has "
-        f"{example!r}, the model {pairs[example]!r}; {' or '.join(cures) or 'unwrap the model'}.",
+        f"{example!r}, the model {pairs[example]!r}; {' or '.join(cures) or last}.",
         some,
     )
 

@@ -189,6 +189,8 @@ class LiveModel:
         chosen = self._chosen(source, version, timeline, verify_checksum=verify_checksum, deadline=deadline)
         with chosen as (stager, manifest, use):
             if self._holding.serves(manifest):
+                if isinstance(stager.receiver, AcknowledgingReceiver):  # or a publisher waits for this reader
+                    stager.receiver.acknowledge(manifest, self.name, deadline=Deadline.after(_ACKNOWLEDGE_S))
                 return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, timeline)
             staged = self._stage(stager, manifest, commit, use)
         return self.commit(staged)

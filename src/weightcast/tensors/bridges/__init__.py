@@ -104,7 +104,8 @@ def bridge_for(tensor: object) -> Bridge:
     if framework == "torch":
         from weightcast.tensors.bridges import torch_bridge  # noqa: PLC0415 - torch is an extra
 
-        return torch_bridge
+        if torch_bridge.is_tensor(tensor):  # and no module or optimizer
+            return torch_bridge
     if framework == "paddle":
         from weightcast.tensors.bridges import paddle_bridge  # noqa: PLC0415 - paddle is an extra
 

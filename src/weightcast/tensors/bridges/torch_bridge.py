@@ -38,6 +38,11 @@ for _name, _dtype in (("float8_e8m0fnu", DType.F8_E8M0), ("float4_e2m1fn_x2", DT
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_tensor(thing: object) -> bool:
+    """Whether an object of torch is a tensor."""
+    return isinstance(thing, torch.Tensor)
+
+
 def dtype_of(tensor: torch.Tensor) -> DType:
     """The spelling of a torch dtype."""
     found = _DTYPES.get(tensor.dtype)
