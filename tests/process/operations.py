@@ -223,13 +223,13 @@ def points(log: list[Operation]) -> list[tuple[int, str]]:
 
 
 def sampled(log: list[Operation], whole: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """A part of these points, at least a quarter: the first and the last, each kind of call, whole and cut in two, all
-    around what is done to the files where readers begin, and every fourth of the rest.
+    """A part of these points, at least an eighth: the first and the last, each kind of call, whole and cut in two, all
+    around what is done to the files where readers begin, and every eighth of the rest.
     """
     kinds: dict[tuple[str, bool], list[tuple[int, str]]] = defaultdict(list)
     for number, moment in whole:
         kinds[log[number].call, moment == "half"].append((number, moment))
     seals = {number for number, one in enumerate(log) if os.path.basename(one.to or one.path) in SEALS}
-    chosen = {whole[0], whole[-1], *whole[::4], *(places[len(places) // 2] for places in kinds.values())}
+    chosen = {whole[0], whole[-1], *whole[::8], *(places[len(places) // 2] for places in kinds.values())}
     chosen |= {point for point in whole if point[0] in seals}
     return [point for point in whole if point in chosen]

@@ -25,7 +25,7 @@ from weightcast.transports.http.receiver import HttpReceiver
 from .http_proxy import BEFORE_THE_ANSWER, KINDS, Fault, Kind, Proxy
 
 STALL_S = 0.6  # for tests of what stalls
-PATIENT_S = 60.0  # for tests that count bytes: on a busy machine a healthy depot is silent for a while, too
+PATIENT_S = 60.0  # for all others: on a busy machine a healthy depot is silent for a while, too
 BOUND_S = 20.0  # far below the deadlines of the tests, far above what anything here takes
 OTHER = ("step_1", "step_2")
 MIB = 3.0
@@ -79,7 +79,7 @@ class Stage:
         return self._stack.enter_context(Proxy(self.depot(), *faults, rate=rate))
 
     def receiver(self, *urls: str, **settings: object) -> HttpReceiver:
-        receiver = HttpReceiver(urls, **{"connections": 2, "stall_s": STALL_S, **settings})
+        receiver = HttpReceiver(urls, **{"connections": 2, "stall_s": PATIENT_S, **settings})
         return self._stack.enter_context(closing(receiver))
 
     def land(self, receiver: HttpReceiver) -> list[str]:
@@ -96,6 +96,10 @@ class Stage:
         assert all((array == 0x5A).all() for array in self.memory.values())
 
 
+def _stall_s(kind: Kind) -> float:
+    return STALL_S if kind == "stall" else PATIENT_S
+
+
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -107,7 +111,7 @@ def _open_files() -> int:
 def test_what_breaks_once_is_fetched_from_where_it_broke(stage: Stage, kind: Kind) -> None:
     later = kind in BEFORE_THE_ANSWER  # a single connection asks for all at once, and two go on when a third was sent
     proxy = stage.proxy(Fault(kind, at=stage.nbytes // (4 if later else 2)))
-    receiver = stage.receiver(proxy.url, connections=2 if later else 1, stall_s=STALL_S if kind == "stall" else PATIENT_S)
+    receiver = stage.receiver(proxy.url, connections=2 if later else 1, stall_s=_stall_s(kind))
     began = time.monotonic()
 
     assert stage.land(receiver) == []
@@ -120,7 +124,7 @@ def test_what_breaks_once_is_fetched_from_where_it_broke(stage: Stage, kind: Kin
 def test_a_connection_that_breaks_again_and_again_still_gets_there(stage: Stage) -> None:
     proxy = stage.proxy(*(Fault("truncate", at=at) for at in range(0, stage.nbytes, stage.nbytes // 12)))
 
-    assert stage.land(stage.receiver(proxy.url, stall_s=PATIENT_S)) == []
+    assert stage.land(stage.receiver(proxy.url)) == []
     assert all(fault.struck for fault in proxy.faults)
     assert proxy.forwarded() == stage.nbytes
 
@@ -128,7 +132,7 @@ def test_a_connection_that_breaks_again_and_again_still_gets_there(stage: Stage)
 @pytest.mark.parametrize("kind", ["cut", "truncate", "stall"])
 def test_pieces_come_from_where_it_broke_too(stage: Stage, kind: Kind) -> None:
     proxy = stage.proxy(Fault(kind, at=stage.nbytes // 2))
-    receiver = stage.receiver(proxy.url, bucket_nbytes=1 << 18)
+    receiver = stage.receiver(proxy.url, bucket_nbytes=1 << 18, stall_s=_stall_s(kind))
     for piece in receiver.pieces(stage.manifest, deadline=soon(60)):
         stage.memory[piece.tensor][piece.offset : piece.offset + len(piece.data)] = piece.data
 
@@ -142,7 +146,7 @@ def test_pieces_come_from_where_it_broke_too(stage: Stage, kind: Kind) -> None:
 def test_the_only_depot_that_fails_for_good_ends_it_soon_with_its_name(stage: Stage, kind: Kind) -> None:
     at = 0 if kind in BEFORE_THE_ANSWER else stage.nbytes // 2
     proxy = stage.proxy(Fault(kind, at=at, times=math.inf, other=OTHER))
-    receiver = stage.receiver(proxy.url)
+    receiver = stage.receiver(proxy.url, stall_s=_stall_s(kind))
     began = time.monotonic()
 
     with pytest.raises(SourceFailed, match=proxy.url):
@@ -156,9 +160,9 @@ def test_the_only_depot_that_fails_for_good_ends_it_soon_with_its_name(stage: St
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("flip", "delay")])
 def test_another_depot_goes_on_where_one_has_failed(stage: Stage, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "stall":
-        monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
+        monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S / 4)
     broken, good = stage.proxy(Fault(kind, at=200_000, times=math.inf, other=OTHER)), stage.proxy()
-    receiver = stage.receiver(broken.url, good.url, connections=1, stall_s=STALL_S if kind == "stall" else 4 * PATIENT_S)
+    receiver = stage.receiver(broken.url, good.url, connections=1, stall_s=_stall_s(kind))
     began = time.monotonic()
 
     assert stage.land(receiver) == []
@@ -223,8 +227,8 @@ def test_with_a_spread_of_one_the_next_depot_is_used_only_when_the_first_fails(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = stage.proxy(), stage.proxy()
-    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
-    receiver = stage.receiver(first.url, second.url, spread=1, stall_s=4 * PATIENT_S)
+    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S / 4)
+    receiver = stage.receiver(first.url, second.url, spread=1)
     assert stage.land(receiver) == []
     assert (first.forwarded(), second.forwarded()) == (stage.nbytes, 0)
     first.faults.append(Fault("truncate", at=500_000, times=math.inf))
@@ -238,9 +242,9 @@ def test_with_a_spread_of_one_the_next_depot_is_used_only_when_the_first_fails(
 def test_a_flipped_bit_is_found_by_the_digest_of_its_piece_and_fetched_again_alone(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S)
+    monkeypatch.setattr(fetching, "STEAL_S", PATIENT_S / 4)
     bad, good = stage.proxy(Fault("flip", at=stage.nbytes // 2)), stage.proxy()
-    receiver = stage.receiver(bad.url, good.url, spread=1, stall_s=4 * PATIENT_S)
+    receiver = stage.receiver(bad.url, good.url, spread=1)
     broken = stage.land(receiver)
     assert len(broken) == 1
     memory, entry = stage.memory[broken[0]], stage.manifest.transfers()[broken[0]]
@@ -276,7 +280,7 @@ def test_a_flipped_bit_in_a_manifest_is_the_failure_of_one_depot(stage: Stage) -
 
 def test_memory_is_let_go_of_when_the_error_is(stage: Stage) -> None:
     proxy = stage.proxy(Fault("stall", at=stage.nbytes // 2, times=math.inf))
-    receiver = stage.receiver(proxy.url)
+    receiver = stage.receiver(proxy.url, stall_s=STALL_S)
     memory = memories(stage.manifest)
     refs = [weakref.ref(array) for array in memory.values()]
     try:
@@ -296,7 +300,7 @@ def test_a_depot_that_is_killed_or_stopped_in_the_middle_is_routed_around(
     child = start("depot_process", stage.store.path)
     url = child.stdout.readline().strip()
     proxy = stage.proxy(rate=2e6)  # slow enough that the other one is needed
-    receiver = stage.receiver(url, proxy.url, connections=1)
+    receiver = stage.receiver(url, proxy.url, connections=1, stall_s=STALL_S)
     landings = receiver.landings(stage.manifest, stage.memory, deadline=soon(60))
     next(landings)
     os.kill(child.pid, deed)
@@ -306,7 +310,7 @@ def test_a_depot_that_is_killed_or_stopped_in_the_middle_is_routed_around(
     assert wrong(stage.memory, stage.right) == []
     assert time.monotonic() - began < BOUND_S
 
-    alone = stage.receiver(url)
+    alone = stage.receiver(url, stall_s=STALL_S)
     began = time.monotonic()
     with pytest.raises(SourceFailed, match=url):
         stage.land(alone)

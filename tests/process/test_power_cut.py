@@ -83,8 +83,8 @@ class Recording:
 
 
 def sampled(cuts: list[Cut]) -> list[Cut]:
-    """A part of them, at least a quarter: the first and the last of each promise, each kind of call with each kind of loss,
-    and every fourth of the rest.
+    """A part of them, at least an eighth: the first and the last of each promise, each kind of call with each kind of
+    loss, and every eighth of the rest.
     """
     kinds: dict[object, list[int]] = defaultdict(list)
     promises: dict[str, list[int]] = defaultdict(list)
@@ -92,9 +92,9 @@ def sampled(cuts: list[Cut]) -> list[Cut]:
         call = where.split()[3]
         kinds[call, re.sub(r"\d+", "", where.partition(": ")[2])].append(number)
         promises[str(promise)].append(number)
-    chosen = {*range(0, len(cuts), 4), *(numbers[len(numbers) // 2] for numbers in kinds.values())}
+    chosen = {*range(0, len(cuts), 8), *(numbers[len(numbers) // 2] for numbers in kinds.values())}
     chosen |= {number for numbers in promises.values() for number in (numbers[0], numbers[-1])}
-    assert len(chosen) >= len(cuts) / 4
+    assert len(chosen) >= len(cuts) / 8
     return [cuts[number] for number in sorted(chosen)]
 
 

@@ -20,7 +20,7 @@ from weightcast.depot.questions import Questions
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.engines.embedded.presets import init_checkpoint
-from weightcast.errors import DeadlineExceeded
+from weightcast.errors import WeightcastError
 
 from .server_process import WAIT_S, complete, server_process
 
@@ -137,13 +137,15 @@ def test_a_stream_cannot_be_committed_in_place_by_ranks(stand):
     with Publisher(stand.url) as publisher:
 
         def waits_in_vain():
-            with pytest.raises(DeadlineExceeded):
-                publisher.stream("step_20", stand.state(20), timeout=2)
+            with pytest.raises(WeightcastError):
+                publisher.stream("step_20", stand.state(20), timeout=WAIT_S)
 
         trainer = threading.Thread(target=waits_in_vain)
         trainer.start()
         answer = retried(lambda: stand.update("step_20", commit="inplace"))
+        publisher.close()
         trainer.join(WAIT_S)
+        assert not trainer.is_alive()
     assert answer.status_code == 422, answer.text
     assert "copy or swap" in answer.text
     assert stand.weights()["version"] == before["version"]

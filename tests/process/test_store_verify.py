@@ -43,7 +43,6 @@ def verify(store):
     ],
 )
 def test_a_flipped_byte_is_found_and_its_version_blamed(store, file, damaged):
-    assert verify(store) == (0, {})
     path = store.path / "versions" / file
     data = bytearray(path.read_bytes())
     data[-9] ^= 0x10
@@ -52,12 +51,10 @@ def test_a_flipped_byte_is_found_and_its_version_blamed(store, file, damaged):
     assert (status, sorted(said)) == (1, damaged)
     assert path.name in said[damaged[0]]
     assert all(f"built on {damaged[0]}, which is damaged" in said[version] for version in damaged[1:])
-    data[-9] ^= 0x10
-    path.write_bytes(data)
-    assert verify(store) == (0, {})
 
 
 def test_a_version_file_that_names_a_missing_version_is_found(store):
+    assert verify(store) == (0, {})
     (store.path / "version.yaml").write_text("step: 2\nversion: step_02\n")
     status, said = verify(store)
     assert (status, list(said)) == (1, ["version.yaml"])

@@ -259,7 +259,7 @@ def test_a_large_body_is_read_all_the_same(server):
     reply = post(server, prompt="a" * 900_000)
 
     assert reply.status_code == 422
-    assert "has 900000 tokens" in reply.json()["error"]["message"]
+    assert "has 900000 characters" in reply.json()["error"]["message"]
 
 
 def test_another_models_name_is_not_found_as_openai_says_it(client):
