@@ -80,15 +80,20 @@ async def test_a_rollback_that_is_given_up_leaves_nothing_undecided(stand):
     await stand.judge(FULL_B)
 
 
-@on_stand
-async def test_an_update_pins_nothing_if_following_is_resumed_meanwhile(stand):
-    await at_full_b(stand)
-    status = await met(stand, 1, "fetch", UpdateRequest(version=FULL_A, timeout_s=SLACK_S))
+async def resume_and_finish(stand, status):
+    """Resume following while the update waits, let it end, and see that it left no pin."""
     await stand.replica.resume_following(timeout_s=SLACK_S)
     stand.go_on(1)
     await stand.replica.finish_update(status.id)
     assert stand.replica.weights.pin is None
     await stand.judge(FULL_A)
+
+
+@on_stand
+async def test_an_update_pins_nothing_if_following_is_resumed_meanwhile(stand):
+    await at_full_b(stand)
+    status = await met(stand, 1, "fetch", UpdateRequest(version=FULL_A, timeout_s=SLACK_S))
+    await resume_and_finish(stand, status)
 
 
 @on_stand
@@ -100,11 +105,7 @@ async def test_a_recovery_pins_nothing_again_if_following_is_resumed_meanwhile(s
     stand.plant((1, {"point": "fetch", "do": "meet"}))
     status = stand.replica.begin_recovery(UpdateRequest(timeout_s=SLACK_S))
     await stand.met(1)
-    await stand.replica.resume_following(timeout_s=SLACK_S)
-    stand.go_on(1)
-    await stand.replica.finish_update(status.id)
-    assert stand.replica.weights.pin is None
-    await stand.judge(FULL_A)
+    await resume_and_finish(stand, status)
 
 
 @on_stand

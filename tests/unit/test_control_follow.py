@@ -125,13 +125,18 @@ def test_an_answer_that_is_older_than_an_operators_update_is_not_taken():
     asyncio.run(run())
 
 
-def test_a_cancelled_version_is_taken_once_following_is_resumed(server):
+def publish_and_cancel(server):
+    """Publish step_2, and cancel the follower's update to it."""
     server.engine.hold = "staging"
     server.engine.published.append("step_2")
     wait_for(lambda: [update.phase for update in server.engine.updates.values()] == ["staging"])
     (update_id,) = server.engine.updates
     assert server.http.delete(f"/v1/updates/{update_id}").status_code == 200
     server.engine.hold = None
+
+
+def test_a_cancelled_version_is_taken_once_following_is_resumed(server):
+    publish_and_cancel(server)
     assert update(server, version="step_1").status_code == 200
     turns(server)
     assert server.engine.status.version == "step_1"
@@ -141,12 +146,7 @@ def test_a_cancelled_version_is_taken_once_following_is_resumed(server):
 
 
 def test_a_cancelled_version_is_not_taken_again(server):
-    server.engine.hold = "staging"
-    server.engine.published.append("step_2")
-    wait_for(lambda: [update.phase for update in server.engine.updates.values()] == ["staging"])
-    (update_id,) = server.engine.updates
-    assert server.http.delete(f"/v1/updates/{update_id}").status_code == 200
-    server.engine.hold = None
+    publish_and_cancel(server)
     turns(server)
     assert len(server.engine.requests) == 1
 

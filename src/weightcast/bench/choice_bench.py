@@ -10,8 +10,6 @@ that was used a moment ago, and which of the two a publication gets is chance. S
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,9 +26,9 @@ from weightcast.bench.generated import SPREAD, generated_pair
 from weightcast.bench.ipc_tensors import tensor_shapes
 from weightcast.bench.report import Report, Row, Target, this_machine
 from weightcast.bench.scratch import ended_in_order, scratch_dir
-from weightcast.clock import Deadline
+from weightcast.bench.served import listening
 from weightcast.delta import warm_up
-from weightcast.errors import Conflict, ReplicaFailed
+from weightcast.errors import Conflict
 from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.publishing import Mode
 from weightcast.store.store import Store
@@ -48,8 +46,6 @@ WAYS: tuple[Mode, ...] = get_args(Mode)
 SOURCES = ("file", "depot")
 TIMES, EXTRA_S = 1.2, 0.02  # the way chosen takes at most so many times as long as the faster one, and so much more
 _F32_STEP = 1e-5
-_START_S = 60.0
-_STOP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -220,24 +216,9 @@ def _warm_up(directory: Path, nbytes: int) -> None:
 @contextmanager
 def _depot(path: Path) -> Iterator[str]:
     """`weightcast depot` as a process of its own; gives its URL when it listens."""
-    port_file = path.with_suffix(".port")
-    command = [sys.executable, "-m", "weightcast", "-q", "depot", "--store", str(path), "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=subprocess.DEVNULL)  # noqa: S603 - our own
-    try:
-        deadline = Deadline.after(_START_S)
-        while not (port_file.exists() and (port := port_file.read_text().strip())):
-            deadline.check("starting a depot")
-            if process.poll() is not None:
-                raise ReplicaFailed(f"the depot ended with status {process.returncode} before it listened.")
-            time.sleep(0.05)
+    asked = ("depot", "--store", str(path), "--listen", "127.0.0.1:0")
+    with listening(*asked, port_file=path.with_suffix(".port")) as (_, port):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_STOP_S)
 
 
 def _targets(rows: Sequence[Row], *, asserted: bool) -> dict[str, Target]:

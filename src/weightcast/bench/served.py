@@ -57,10 +57,25 @@ class Client:
 def served(model_dir: Path, *, ranks: int, scratch: Path) -> Iterator[int]:
     """`weightcast serve` as a process of its own; gives its port when it is ready."""
     port_file = scratch / f"port-{model_dir.name}-{ranks}"
-    command = [sys.executable, "-m", "weightcast", "-q", "serve", str(model_dir), "--ranks", str(ranks), "--port", "0"]
-    process = subprocess.Popen([*command, "--port-file", str(port_file)], stdout=subprocess.DEVNULL)  # noqa: S603 - our own
+    with listening("serve", str(model_dir), "--ranks", str(ranks), "--port", "0", port_file=port_file) as (process, port):
+        deadline = Deadline.after(START_S)
+        while not _healthy(port):
+            _check_alive(process, deadline)
+            time.sleep(0.1)
+        yield port
+
+
+@contextmanager
+def listening(*command: str, port_file: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command of weightcast that takes `--port-file`, as a process of its own. Gives its port as soon as it has one."""
+    arguments = [sys.executable, "-m", "weightcast", "-q", *command, "--port-file", str(port_file)]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)  # noqa: S603 - our own
     try:
-        yield _wait_ready(process, port_file, Deadline.after(START_S))
+        deadline = Deadline.after(START_S)
+        while not (port_file.exists() and (port := port_file.read_text().strip())):
+            _check_alive(process, deadline)
+            time.sleep(0.05)
+        yield process, int(port)
     finally:
         process.terminate()
         try:
@@ -70,14 +85,10 @@ def served(model_dir: Path, *, ranks: int, scratch: Path) -> Iterator[int]:
             process.wait(STOP_S)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], port_file: Path, deadline: Deadline) -> int:
-    while True:
-        deadline.check("starting the server")
-        if process.poll() is not None:
-            raise ReplicaFailed(f"the server ended with status {process.returncode} before it was ready.")
-        if port_file.exists() and (text := port_file.read_text().strip()) and _healthy(int(text)):
-            return int(text)
-        time.sleep(0.1)
+def _check_alive(process: subprocess.Popen[bytes], deadline: Deadline) -> None:
+    deadline.check("starting the server")
+    if process.poll() is not None:
+        raise ReplicaFailed(f"the server ended with status {process.returncode} before it was ready.")
 
 
 def _healthy(port: int) -> bool:
