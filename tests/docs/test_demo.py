@@ -112,7 +112,7 @@ def test_without_a_terminal_each_step_is_a_line_and_without_matplotlib_it_says_s
         assert lines[0].startswith("engine: 2 ranks at http://127.0.0.1:")
         assert len([line for line in lines if re.match(r"step +\d+  reward 0\.\d{3}  step_\d+ +delta ", line)]) == 2
         assert len([line for line in lines if re.match(r"step +2  ! ", line)]) == 3
-        assert re.search(r"^final weights equal, bit for bit: yes \(step_2, xxh3-128:[0-9a-f]{32}\)$", out, re.MULTILINE)
+        assert re.search(r"^final weights equal, bit for bit: yes \(step_2, sums:[0-9a-f]{32}\)$", out, re.MULTILINE)
         assert re.search(r"^plot +none: the plot needs matplotlib", out, re.MULTILINE)
         assert "less than 2: give it more --steps" in lines[-1]
         assert "\x1b" not in out

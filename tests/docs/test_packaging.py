@@ -168,7 +168,7 @@ def test_a_command_whose_extra_is_missing_names_what_installs_it(bare, tmp_path,
 MISSING = """
 import numpy as np
 import weightcast
-from weightcast.delta.kernels import kernels
+from weightcast.tensors.kernels import kernels
 from weightcast.errors import MissingExtra
 
 def engine():

@@ -134,7 +134,9 @@ class RankModel(Model):
             )  # fmt: skip
             left = max(0.0, deadline.remaining())
             result = self.live.update(source=shard, commit=mode, timeout=left, verify_checksum=checksum)
-            self._held = HeldVersion(shard.full, shard.shard, shard.url, proved=checksum)
+            served = self.live.served_manifest
+            assert served is not None
+            self._held = HeldVersion(shard.full, served, shard.url, proved=checksum)
             shard.close()
         finally:
             receiver.close()

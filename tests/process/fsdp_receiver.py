@@ -15,8 +15,7 @@ from typing import Any
 
 from weightcast import Store
 from weightcast.clock import Deadline
-from weightcast.tensors.box_digest import box_of
-from weightcast.tensors.boxes import Box, Held
+from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.transports.http.shares import SharesReceiver
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.shards import Shards, cut

@@ -17,12 +17,13 @@ from .children import TESTS
 
 sys.path.insert(0, str(TESTS / "unit"))
 
-from shard_models import cut_version, held_now, shards_of
+from shard_models import cut_version, shards_of
 
 from weightcast import LiveModel
 from weightcast.tensors.digest import array_digest
 from weightcast.transports.registry import open_receiver
 from weightcast.worker.buffers import Buffers
+from weightcast.worker.shards import HeldVersion
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     for line in sys.stdin:
         version = cut_version(receiver, line.strip(), shards, held=held, mode="copy", buffers=buffers)
         result = live.update(source=version)
-        held = held_now(version)
+        held = HeldVersion(version.full, live.served_manifest, version.url)
         digests = {name: array_digest(array) for name, array in model.items()}
         told = {"version": live.version, "mode": result.mode, "nbytes": version.nbytes, "digests": digests}
         print(json.dumps(told), flush=True)

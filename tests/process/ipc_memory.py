@@ -15,7 +15,7 @@ import numpy as np
 from weightcast import LiveModel
 from weightcast.clock import Deadline
 from weightcast.publish.publisher import Publisher
-from weightcast.tensors.digest import Hasher
+from weightcast.tensors.sums import RunningSum
 from weightcast.transports.ipc.receiver import IpcReceiver
 
 from .memory_probe import Peak
@@ -51,7 +51,7 @@ def hashing(root: Path, nbytes: int, bucket_nbytes: int) -> dict[str, int]:
     with Peak() as peak:
         deadline, receiver = Deadline.after(TIMEOUT_S), IpcReceiver(root)
         manifest = receiver.manifest(receiver.wait_newer(None, deadline=deadline), deadline=deadline)
-        hashers = {entry.name: Hasher(manifest.algorithm) for entry in manifest.tensors}
+        hashers = {entry.name: RunningSum(entry.sum_spec) for entry in manifest.tensors}
         for piece in receiver.pieces(manifest, deadline=deadline):
             buffer[: len(piece.data)] = np.frombuffer(piece.data, np.uint8)
             hashers[piece.tensor].update(buffer[: len(piece.data)].data)

@@ -136,6 +136,7 @@ class Rank:
         ready = messages.Ready(
             rank=self.rank, pid=os.getpid(), protocol=messages.PROTOCOL + (how == "protocol"),
             max_length=128, blocks=64 + (how == "limits"), vocab_size=1000, moe=False,
+            layouts={"main": messages.PartLayout(boxes=(), sources={})},
         )  # fmt: skip
         self.send(ready)
         if how == "twice":
@@ -192,7 +193,8 @@ class Rank:
         if isinstance(action, messages.Stage):
             manifest, scheme, place = json.loads(action.feeds[0].manifest), *action.feeds[0].source.split("://")
             read = {key: manifest[key] for key in ("version", "root_digest")} | self.read_script().get("read", {})
-            vote = messages.Vote(nbytes=0, reads=(messages.RankRead(**read),) * len(action.feeds))
+            count = len(action.feeds)
+            vote = messages.Vote(nbytes=0, reads=(messages.RankRead(**read),) * count, sums=(b"",) * count)
             self.staged = manifest["version"]
             error = ("wrong_state", "a commit was not ended.") if self.entered else STAGING.get(how)
             if scheme == "checkpoint" and error is None:

@@ -159,6 +159,23 @@ async def test_live_weights_that_rot_after_an_update_are_found_by_verifying_and_
 
 @slow
 @both_ranks
+@pytest.mark.parametrize("version", [FULL_B, DELTA_1])
+@on_stand
+async def test_live_weights_that_rot_are_found_by_the_scrubber_and_mended_by_one_call(stand, rank, version):
+    await stand.bring_to(FULL_A)
+    stand.plant((rank, {"point": "settled memory", "do": "flip"}))
+    await stand.update(version)
+    assert not stand.clear_faults()
+    await stand.until(lambda: stand.replica.status.state is ReplicaState.FAILED)
+    assert f"rank {rank}" in stand.replica.status.reason
+    assert "suspect" in stand.replica.status.reason
+    await failed(stand)
+    await recover(stand)
+    await stand.judge(version)
+
+
+@slow
+@both_ranks
 @pytest.mark.parametrize("commit", ["copy", "delta", "swap"])
 @on_stand
 async def test_a_rollback_that_fails_is_mended_by_one_call(stand, rank, commit):

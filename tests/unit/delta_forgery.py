@@ -55,7 +55,7 @@ class Forged:
     def table(self):
         parts = [text(root) for root in self.roots] + [struct.pack("<I", self.claims.get("tensors", len(self.tensors)))]
         for name, dtype, shape in self.tensors:
-            parts += [text(name), text(dtype), struct.pack(f"<B{len(shape)}Q", len(shape), *shape)]
+            parts += [text(name), text(dtype), struct.pack(f"<B{len(shape)}Q", len(shape), *shape), text("")]
         sizes = [len(frame) for frame in self.frames] if self.sizes is None else self.sizes
         parts.append(struct.pack("<I", self.claims.get("chunks", len(self.counts))))
         for code, column in (
@@ -71,7 +71,7 @@ class Forged:
 
 def sealed(table, frames, packing, *, stored=None, decoded=None):
     """A packed delta with this table, whatever it says."""
-    head = struct.pack("<8sHB5x", b"wcdelta\n", 1, packing)
+    head = struct.pack("<8sHB5x", b"wcdelta\n", 2, packing)
     stored = zipped(table) if stored is None else stored
     body = b"".join([head, *frames])
     tail = struct.pack("<QII", len(body), len(stored), len(table) if decoded is None else decoded)

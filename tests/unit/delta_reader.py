@@ -1,4 +1,7 @@
-"""A second reader of packed deltas, written from docs/delta-format.md alone: slow, obvious, and without weightcast."""
+"""A second reader of packed deltas, written from docs/delta-format.md and the rule of sums in docs/format.md alone.
+
+It is slow, obvious, and without weightcast.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import slow_sums
 import xxhash
 import zstandard
 
@@ -61,6 +65,7 @@ class Tensor:
     name: str
     dtype: str
     shape: list[int]
+    summed_as: str
 
     @property
     def kind(self) -> Kind:
@@ -138,7 +143,7 @@ def unzstd(data: bytes, nbytes: int | None = None) -> bytes:
 def read_table(data: bytes) -> Table:
     head, tail = data[:16], data[-40:]
     magic, number, packing = struct.unpack("<8sHB5x", head)
-    require(magic == MAGIC and number == 1 and packing in (0, 1), "not a delta of format 1")
+    require(magic == MAGIC and number in (1, 2) and packing in (0, 1), "not a delta of format 1 or 2")
     start, stored, decoded, seal, magic = struct.unpack("<QII16s8s", tail)
     require(magic == MAGIC and start + stored + 40 == len(data), "it does not end where it should")
     packed = data[start : start + stored]
@@ -147,7 +152,8 @@ def read_table(data: bytes) -> Table:
     table = Table(packing, source.text(), source.text())
     for _ in range(source.number("I")):
         name, dtype = source.text(), source.text()
-        table.tensors.append(Tensor(name, dtype, list(source.numbers("Q", source.number("B")))))
+        shape = list(source.numbers("Q", source.number("B")))
+        table.tensors.append(Tensor(name, dtype, shape, (source.text() if number > 1 else "") or name))
     chunks = source.number("I")
     counts, forms, sizes = source.numbers("I", chunks), source.numbers("B", chunks), source.numbers("Q", chunks)
     blocks = sum(counts)
@@ -278,8 +284,12 @@ def changes_of(chunk: Chunk, packing: int, base: dict[str, list[int]]) -> Iterat
             yield block, block.start + at, step
 
 
-def root_of(tensors: list[Tensor], state: dict[str, bytes], algorithm: str) -> str:
-    require(algorithm == "xxh3-128", "this reader knows one algorithm")
+def root_of(tensors: list[Tensor], state: dict[str, bytes], label: str) -> str:
+    """The root of a state as its label says: over sums, or, in older deltas, over digests of bytes."""
+    if label == "sums":
+        kinds = {tensor.name: (tensor.summed_as, tensor.dtype, tensor.shape) for tensor in tensors}
+        return slow_sums.root((*kind, slow_sums.tensor_sum(*kind, state[name])) for name, kind in kinds.items())
+    require(label == "xxh3-128", "this reader knows sums and one algorithm")
     whole = xxhash.xxh3_128()
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         shape = ",".join(map(str, tensor.shape))

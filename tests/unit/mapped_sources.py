@@ -10,15 +10,20 @@ from weightcast.errors import SourceFailed, VersionNotFound
 from weightcast.tensors.digest import array_digest
 from weightcast.tensors.dtypes import from_numpy
 from weightcast.tensors.flat import Piece, flat_bytes
-from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
+from weightcast.tensors.sums import array_sum
+from weightcast.wire.manifest import Manifest, TensorEntry, compute_root, summed_names
 
 
-def manifest_of(version, tensors, *, tied=None):
-    """The sealed manifest of a full version."""
+def manifest_of(version, tensors, *, tied=None, digests=True):
+    """The sealed manifest of a full version. Without `digests` its tensors have sums alone, as those of a stream."""
+    summed_as = summed_names(tied or {})
     entries = tuple(
-        TensorEntry(
-            name=name, dtype=from_numpy(array.dtype), shape=array.shape, part=0, offset=0, nbytes=array.nbytes,
-            digest=array_digest(array),
+        summed(
+            TensorEntry(
+                name=name, dtype=from_numpy(array.dtype), shape=array.shape, part=0, offset=0, nbytes=array.nbytes,
+                digest=array_digest(array) if digests else "", summed_as=summed_as.get(name, ""),
+            ),
+            array,
         )
         for name, array in tensors.items()
     )  # fmt: skip
@@ -28,18 +33,27 @@ def manifest_of(version, tensors, *, tied=None):
     )  # fmt: skip
 
 
+def summed(entry, array):
+    """The entry of a tensor with its sum."""
+    return replace(entry, sum=str(array_sum(entry.sum_spec, array)))
+
+
 def unsealed(manifest):
     """The same before any digest is known."""
-    return replace(manifest, root_digest="", tensors=tuple(replace(entry, digest="") for entry in manifest.tensors))
+    return replace(manifest, root_digest="", tensors=tuple(replace(entry, digest="", sum="") for entry in manifest.tensors))
 
 
 class Slab:
-    """Versions in anonymous shared memory. `during` is called when the memory is lent, `after` when it is given back."""
+    """Versions in anonymous shared memory. `during` is called when the memory is lent, `after` when it is given back.
+
+    Without `digests` their tensors have sums alone.
+    """
 
     url = "slab://"
 
-    def __init__(self, **versions):
+    def __init__(self, *, digests=True, **versions):
         self.manifests, self.arrays, self.closed, self.asked = {}, {}, 0, []
+        self._digests = digests
         self.during = self.after = lambda: None
         for version, tensors in versions.items():
             self.add(version, tensors)
@@ -52,7 +66,8 @@ class Slab:
             arrays[name] = whole[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
             arrays[name][...] = array
             at += -(-array.nbytes // 64) * 64
-        self.manifests[version], self.arrays[version] = manifest_of(version, tensors, tied=tied), arrays
+        self.manifests[version] = manifest_of(version, tensors, tied=tied, digests=self._digests)
+        self.arrays[version] = arrays
 
     def newest(self):
         return next(reversed(self.manifests))
@@ -96,7 +111,7 @@ class Stream:
     url = "stream://"
 
     def __init__(self, tensors, version="v", *, size=1000, rng=None, tamper=None, sealed=None, tied=None):
-        self.sealed = manifest_of(version, tensors, tied=tied)
+        self.sealed = manifest_of(version, tensors, tied=tied, digests=False)
         self.told = sealed or self.sealed
         self._tensors, self._size, self._rng, self._tamper = tensors, size, rng, tamper or (lambda piece: piece)
         self.begun = self.ended = False
@@ -120,7 +135,7 @@ class Stream:
         if self.begun:
             raise SourceFailed("the stream is over")
         self.begun = True
-        digests = {entry.name: entry.digest for entry in self.sealed.tensors}
+        digests = {entry.name: entry.sum for entry in self.sealed.tensors}
         pieces = []
         for name, array in self._tensors.items():
             data = np.ascontiguousarray(array).tobytes()

@@ -2,13 +2,14 @@
 
 import numpy as np
 from delta_samples import moved_on
+from msgspec.structs import replace
 
 from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box, Held, Placement
-from weightcast.tensors.digest import array_digest, root_digest
 from weightcast.tensors.dtypes import DType, from_numpy
 from weightcast.tensors.flat import Piece, from_bytes
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import array_sum, root_of_sums
 from weightcast.worker.shards import HeldVersion, Shards, cut
 
 VOCABULARY, WIDTH, INNER, EXPERTS = 10, 40, 36, 5
@@ -143,18 +144,37 @@ def streamed(version, manifest, names=None):
 
 
 def check_manifest(version, arrays):
-    """The manifest of a shard version is one of these very arrays."""
+    """The manifest of a shard version is one of these very arrays. It has their sums if they are streamed once more; those
+    of changes, and of parameters that are in memory, are worked out when they are staged.
+    """
     shard = version.manifest(version.newest(), deadline=soon())
-    assert {entry.name: entry.digest for entry in shard.tensors} == {n: array_digest(a) for n, a in arrays.items()}
-    assert shard.root_digest == root_digest((entry.spec, entry.digest) for entry in shard.tensors)
+    proved = sealed(shard, arrays)
+    unsealed = replace(proved, root_digest="", tensors=tuple(replace(entry, sum="") for entry in proved.tensors))
+    assert shard == (proved if is_streamed(version) else unsealed)
+    assert not any(entry.digest for entry in shard.tensors)
     assert (shard.version, shard.sequence, shard.step) == (version.full.version, version.full.sequence, version.full.step)
     assert shard.payload is None
     return shard
 
 
-def held_now(version):
-    """What a rank serves once it has committed a version."""
-    return HeldVersion(version.full, version.manifest(version.newest(), deadline=soon()), version.url)
+def sealed(shard, arrays):
+    """The manifest of a shard version, with the sums of these arrays: what staging makes of the one of a delta."""
+    assert {entry.name for entry in shard.tensors} == arrays.keys()
+    tensors = tuple(replace(entry, sum=str(array_sum(entry.spec, arrays[entry.name]))) for entry in shard.tensors)
+    return replace(shard, tensors=tensors, root_digest=root_of_sums((entry.spec, entry.sum) for entry in tensors))
+
+
+def is_streamed(version):
+    """Whether a version was cut to be streamed: neither its parameters nor its changes are in memory."""
+    return not version.by_delta and version._arrays is None
+
+
+def held_now(version, arrays=None):
+    """What a rank serves once it has committed a version. `arrays` are its parameters then, where they are not in memory."""
+    shard = version.manifest(version.newest(), deadline=soon())
+    if arrays is None and not shard.sealed:
+        arrays = parameters(version)
+    return HeldVersion(version.full, shard if arrays is None else sealed(shard, arrays), version.url)
 
 
 class MixedReceiver:

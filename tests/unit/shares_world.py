@@ -7,8 +7,7 @@ import numpy as np
 
 from weightcast import DepotPublisher, Shard
 from weightcast.clock import Deadline
-from weightcast.tensors.box_digest import box_of
-from weightcast.tensors.boxes import Box
+from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.flat import flat_bytes
 from weightcast.transports.http.shares import SharesReceiver
 from weightcast.wire.depot import BoxOf

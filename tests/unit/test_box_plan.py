@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.tensors.box_digest import array_boxes_digest, box_of, boxes_digest
 from weightcast.tensors.box_plan import (
     MAX_PROBLEMS,
     SPLIT_NBYTES,
@@ -20,8 +19,10 @@ from weightcast.tensors.box_plan import (
     plan,
     tiling_problems,
 )
-from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import array_digest
+from weightcast.tensors.boxes import Box, box_of
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import add_up, array_sum, box_sum
 
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
@@ -159,39 +160,41 @@ def test_all_holes_and_overlaps_are_told():
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_digest_over_boxes_is_that_of_the_array_and_changes_with_every_byte(data):
+def test_the_sums_of_boxes_add_up_to_that_of_the_array_and_change_with_every_byte(data):
     shape = data.draw(SHAPES)
     tiles = data.draw(tilings(shape))
+    spec = TensorSpec("w", DType.U16, shape)
     array = np.random.default_rng(1).integers(0, 1 << 16, shape).astype(np.uint16)
 
-    digest = boxes_digest([(tile, array_digest(box_of(array, tile))) for tile in tiles])
+    total = add_up(box_sum(spec, tile, box_of(array, tile)) for tile in tiles)
 
-    assert digest == array_boxes_digest(array, tiles[::-1])
+    assert total == array_sum(spec, array)
     changed = array.copy()
     changed.reshape(-1)[data.draw(st.integers(0, array.size - 1))] ^= 1
-    assert array_boxes_digest(changed, tiles) != digest
-    if len(tiles) == 1:
-        assert digest == array_digest(array)
+    assert add_up(box_sum(spec, tile, box_of(changed, tile)) for tile in tiles) != total
 
 
-def test_the_same_bytes_in_other_boxes_have_another_digest():
-    array = np.zeros(4, dtype=np.uint8)
+def test_the_same_bytes_in_other_boxes_have_the_same_sum_and_in_another_place_another():
+    array = np.arange(4, dtype=np.uint8)
+    spec = TensorSpec("w", DType.U8, (4,))
     halves, others = [Box((0,), (2,)), Box((2,), (2,))], [Box((0,), (1,)), Box((1,), (3,))]
 
-    assert array_boxes_digest(array, halves) != array_boxes_digest(array, others)
+    first, second = (add_up(box_sum(spec, box, box_of(array, box)) for box in boxes) for boxes in (halves, others))
+
+    assert first == second
+    assert box_sum(spec, halves[0], array[:2]) != box_sum(spec, halves[1], array[:2])
 
 
-@pytest.mark.parametrize("check_fails", [True, False])
-def test_hashing_by_boxes_asks_whether_to_go_on(check_fails):
-    def check():
-        if check_fails:
-            raise RuntimeError("stop")
+@pytest.mark.parametrize("box", [Box.whole((4, 2)), Box((0, 1), (4, 1)), Box((1, 0), (2, 2))])
+def test_summing_a_box_asks_whether_to_go_on(box):
+    def stop():
+        raise RuntimeError("stop")
 
-    if check_fails:
-        with pytest.raises(RuntimeError, match="stop"):
-            array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check)
-    else:
-        assert array_boxes_digest(np.zeros(4), [Box.whole((4,))], check=check) == array_digest(np.zeros(4))
+    spec, asked, array = TensorSpec("w", DType.F64, (4, 2)), [], box_of(np.ones((4, 2)), box)
+    with pytest.raises(RuntimeError, match="stop"):
+        box_sum(spec, box, array, stop)
+    assert box_sum(spec, box, array, lambda: asked.append(box)) == box_sum(spec, box, array)
+    assert asked
 
 
 def test_boxes_that_cross_are_told_up_to_a_bound_and_soon():

@@ -25,6 +25,7 @@ from weightcast.errors import (
     VersionNotFound,
 )
 from weightcast.tensors.digest import array_digest
+from weightcast.tensors.sums import array_sum, root_of_sums
 from weightcast.transports import checkpoint
 from weightcast.transports.base import Receiver, StateReceiver
 from weightcast.transports.checkpoint import CheckpointReceiver
@@ -70,9 +71,11 @@ def test_a_directory_without_a_name_is_called_after_its_root_digest(directory, t
     assert version == manifest.version == manifest.root_digest == compute_root(manifest.tensors, "xxh3-128")
     assert (manifest.kind, manifest.sequence, manifest.step, manifest.base) == ("full", 0, 0, None)
     assert {entry.name: entry.digest for entry in manifest.tensors} == {n: array_digest(a) for n, a in tensors.items()}
+    assert all(entry.sum == str(array_sum(entry.spec, tensors[entry.name])) for entry in manifest.tensors)
+    assert version == root_of_sums((entry.spec, entry.sum) for entry in manifest.tensors)
     assert received(receiver, manifest) == {name: tensors[name].tobytes() for name in "ab"}
     assert received(receiver, manifest, names=["b"]) == {"b": tensors["b"].tobytes()}
-    with pytest.raises(VersionNotFound, match="it holds xxh3"):
+    with pytest.raises(VersionNotFound, match="it holds sums:"):
         receiver.manifest("step_1", deadline=soon())
 
 
@@ -105,6 +108,19 @@ def test_a_version_directory_of_a_store_keeps_its_name_and_place(store, tensors)
     assert manifest == sealed
     assert (manifest.sequence, manifest.step, manifest.tied) == (sealed.sequence, 5, {"tied": "a"})
     assert received(receiver, manifest) == {name: tensors[name].tobytes() for name in "ab"}
+
+
+@pytest.mark.parametrize("tied", ["tied", "_tied"])  # under which "a" is not summed, and under which it is
+def test_a_version_directory_with_tied_names_is_its_own_manifest_and_not_trusted_after_it_was_touched(store, tensors, tied):
+    sealed = store.publish("step_9", tensors | {tied: tensors["a"]})
+    directory = store.path / "versions" / "step_9"
+    receiver = CheckpointReceiver(directory)
+    manifest = receiver.manifest("step_9", deadline=soon())
+    assert manifest == sealed
+    assert manifest.root_digest == compute_root(manifest.tensors, manifest.algorithm)
+    os.utime(directory / sealed.parts[0].file, ns=(1, 1))
+    with pytest.raises(SourceFailed, match="changed while a version was read"):
+        next(receiver.pieces(manifest, deadline=soon()))
 
 
 def test_files_that_are_not_what_the_manifest_says_are_refused(store, tensors):

@@ -89,7 +89,10 @@ def test_publish_says_what_it_published(run_json, run, checkpoint, tmp_path):
     status, answer = run_json("publish", tmp_path / "s", "step_7", checkpoint, "--part-size", "1MiB", "--digest", "blake3")
     assert status == 0
     assert (answer["version"], answer["step"], answer["tensors"], answer["kind"]) == ("step_7", 7, 2, "full")
-    assert answer["root_digest"].startswith("blake3:")
+    manifest = Store(tmp_path / "s").manifest("step_7")
+    assert answer["root_digest"] == manifest.root_digest
+    assert manifest.root_digest.startswith("sums:")
+    assert {entry.digest.partition(":")[0] for entry in manifest.tensors} == {"blake3"}
     status, out, _ = run("publish", tmp_path / "s", "step_8", checkpoint, "--mode", "full", "--step", "80")
     assert status == 0
     assert "published step_8: 2 tensors" in out

@@ -236,7 +236,7 @@ def test_another_base_is_refused_by_its_root(sample):
     for given in (packed, delta.decode(packed, base)):
         error = refused(BaseVersionMismatch, copied(new), given)
         for state in (base, new):
-            assert states.state_root(states.ArrayState(state)) in str(error)
+            assert states.state_root(states.ArrayState(state), delta.inspect(packed).base_root) in str(error)
         other = copied(base)
         other["n"][...] += 1  # one lane in another tensor
         refused(BaseVersionMismatch, other, given)
@@ -330,8 +330,11 @@ def test_objects_that_are_no_tensors_are_refused(sample):
 
 def test_roots_that_are_no_digests_are_not_written(sample):
     base, new, _ = sample
-    with pytest.raises(InvalidInput, match="not a digest"):
-        delta.encode(base, new, base_root="step_1")
+    for root in ("step_1", "sums:", "sums:" + "0" * 31, "sums:" + "0" * 33, "sum:" + "0" * 32, "sums:" + "A" * 32):
+        with pytest.raises(InvalidInput, match=f"'{root}' is not a root digest"):
+            delta.encode(base, new, base_root=root)
+        with pytest.raises(InvalidInput, match=f"'{root}' is not a root digest"):
+            delta.encode(base, new, new_root=root)
 
 
 def test_a_name_that_is_too_long_for_the_table_is_refused():

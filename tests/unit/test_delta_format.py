@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from weightcast import delta
 from weightcast.delta import container, streams
 from weightcast.delta.container import PACKINGS
-from weightcast.delta.kernels import kernels
-from weightcast.delta.lanes import kind_of, lanes_per_element
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.kernels import kernels
+from weightcast.tensors.lanes import kind_of, lanes_per_element
 
 PAGE = Path(__file__).parents[2] / "docs" / "delta-format.md"
 

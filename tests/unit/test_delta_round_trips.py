@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from weightcast import delta
 from weightcast.delta.container import PACKINGS, read_table
-from weightcast.delta.kernels import _kernels, kernels
-from weightcast.delta.lanes import LaneKind
 from weightcast.delta.memory import memory_of
 from weightcast.delta.sparse import Delta, TensorDelta
 from weightcast.errors import InvalidInput, MissingExtra, UnsupportedTensor
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.kernels import _kernels, kernels
+from weightcast.tensors.lanes import LaneKind
 from weightcast.tensors.spec import TensorSpec
 
 BACKENDS = ("compiled", "numpy")
@@ -412,7 +412,7 @@ def test_a_decoded_delta_does_not_borrow_the_buffer_it_came_in(rng):
 
 
 def test_without_a_place_for_compiled_code_kernels_are_compiled_all_the_same(monkeypatch, caplog):
-    jit = pytest.importorskip("weightcast.delta.kernels.jit")
+    jit = pytest.importorskip("weightcast.tensors.kernels.jit")
     caching = pytest.importorskip("numba.core.caching")
     monkeypatch.setattr(caching.FunctionCache._impl_class, "_locator_classes", [])
     jit.can_cache.cache_clear()

@@ -36,6 +36,10 @@ def asked(served, version, held):
     return ask_held_digests([served.client], served.manifest(version), held, deadline=soon())
 
 
+def digests_of(arrays):
+    return {name: array_digest(array) for name, array in arrays.items()}
+
+
 @pytest.mark.parametrize(("ranks", "block"), [(1, 4 << 20), (2, 400), (3, 4 << 20)])
 def test_the_digests_are_those_of_a_rank_that_cuts_the_version_from_the_store(store, rng, monkeypatch, ranks, block):
     monkeypatch.setattr(reading, "BLOCK_NBYTES", block)
@@ -49,11 +53,12 @@ def test_the_digests_are_those_of_a_rank_that_cuts_the_version_from_the_store(st
             shards = shards_of(rank, ranks)
             receiver = FileReceiver.open(store.path)
             cut = cut_version(receiver, "v3", shards)
-            shard = check_manifest(cut, by_hand(tensors, rank, ranks))
+            check_manifest(cut, by_hand(tensors, rank, ranks))
             digests = asked(served, "v3", shards.named_as(served.manifest("v3")))
-            assert digests == {entry.name: entry.digest for entry in shard.tensors}
-            first = check_manifest(cut_version(receiver, "v1", shards), by_hand(store.load("v1"), rank, ranks))
-            assert asked(served, "v1", shards.held) == {entry.name: entry.digest for entry in first.tensors}
+            assert digests == digests_of(parameters(cut)) == digests_of(by_hand(tensors, rank, ranks))
+            first = cut_version(receiver, "v1", shards)
+            check_manifest(first, by_hand(store.load("v1"), rank, ranks))
+            assert asked(served, "v1", shards.held) == digests_of(parameters(first))
             receiver.close()
 
 
@@ -93,7 +98,7 @@ def test_converted_parameters_have_the_digests_of_a_rank_that_converts(store, rn
     shards = shards_of(1, 2, DType.BF16)
     cut = cut_version(FileReceiver.open(store.path), "v1", shards)
     with depot_over(store.path) as served:
-        assert asked(served, "v1", shards.held) == {entry.name: entry.digest for entry in cut.shard.tensors}
+        assert asked(served, "v1", shards.held) == digests_of(parameters(cut))
 
 
 def test_the_algorithm_is_that_of_the_version(store, rng):
@@ -134,7 +139,7 @@ def test_many_parameters_are_asked_for_in_batches_of_several_depots(store, rng, 
     shards = shards_of(0, 2)
     with depot_over(store.path) as one, depot_over(store.path) as other:
         manifest = one.manifest("v1")
-        expected = {name: array_digest(array) for name, array in by_hand(tensors, 0, 2).items()}
+        expected = digests_of(by_hand(tensors, 0, 2))
         clients = [one.client, other.client, DepotClient("http://127.0.0.1:9", connect_s=1)]
         assert ask_held_digests(clients, manifest, shards.held, deadline=soon()) == expected
         assert min(one.depot.stats().requests, other.depot.stats().requests) > 2

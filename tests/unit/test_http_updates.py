@@ -18,7 +18,7 @@ from shard_models import (
     shards_of,
 )
 
-from weightcast import DeltaPolicy, LiveModel, Store
+from weightcast import DeltaPolicy, LiveModel, Store, delta
 from weightcast.errors import DigestMismatch
 from weightcast.store.acks import Acks
 from weightcast.transports.file import FileReceiver
@@ -74,11 +74,15 @@ def test_a_rank_takes_deltas_on_what_it_holds_without_the_state(rank, ranks, pac
         by_file = cut_version(FileReceiver(store), "v3", shards_of(rank, ranks), held=held)
     assert version.by_delta
     assert version.shard == by_file.shard
+    check_manifest(version, by_hand(tensors, rank, ranks))
     changes, others = version.changes(version.shard), by_file.changes(by_file.shard)
     assert changes.tensors.keys() == others.tensors.keys()
     for name, one in changes.tensors.items():
         assert np.array_equal(one.indices, others.tensors[name].indices)
         assert np.array_equal(one.steps, others.tensors[name].steps)
+    moved = {name: array.copy() for name, array in by_hand(first, rank, ranks).items()}
+    delta.move(moved, changes)
+    assert same(moved, by_hand(tensors, rank, ranks))
 
 
 def test_a_rank_that_holds_nothing_loads_a_delta_version_as_the_state_it_leads_to(store, rng):

@@ -13,6 +13,7 @@ from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, SourceFailed, WeightcastError
 from weightcast.tensors.digest import DEFAULT, bytes_digest
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.sums import range_sum
 from weightcast.transports.ipc import messages
 from weightcast.transports.ipc.descriptions import decode_description, encode_description, merged
 from weightcast.transports.ipc.device import Handle
@@ -35,16 +36,16 @@ FROM_PUBLISHERS = [
     messages.Listing(epoch=1, newest="", versions=()),
     messages.Description(epoch=3, manifest=b"...", held=True),
     messages.Layout(epoch=4, memory=Handle(kind="memfd", id=1, nbytes=5), memories=(1, 2)),
-    messages.Ready(epoch=4, sequence=9, spans=(messages.Span(0, 1, 2, 3), messages.Span(1, 0, 0, 7, "xxh3-128:00"))),
+    messages.Ready(epoch=4, sequence=9, spans=(messages.Span(0, 1, 2, 3), messages.Span(1, 0, 0, 7, "sum:00"))),
     messages.End(epoch=4, manifest=b"..."),
     messages.Failure(epoch=4, code="source_failed", message="why", known=("step_1",)),
 ]
 
 
-def entry(name="a", nbytes=8, digest=None, **changes):
-    digest = bytes_digest(bytes(nbytes), DEFAULT) if digest is None else digest
-    whole = TensorEntry(name=name, dtype=DType.U8, shape=(nbytes,), part=0, offset=0, nbytes=nbytes, digest=digest)
-    return replace(whole, **changes)
+def entry(name="a", nbytes=8, **changes):
+    """A tensor of a held version, whose proof is its sum."""
+    whole = TensorEntry(name=name, dtype=DType.U8, shape=(nbytes,), part=0, offset=0, nbytes=nbytes, digest="")
+    return replace(whole, **{"sum": str(range_sum(whole.sum_spec, 0, bytes(nbytes))), **changes})
 
 
 def manifest(*tensors, sealed=True, **changes):
@@ -93,23 +94,29 @@ def test_damaged_messages_are_refused_by_errors_that_both_sides_expect():
 def test_a_description_comes_back_as_it_was():
     sealed = manifest(entry("a"), entry("b", nbytes=0), tied={"c": "a"})
     assert decode_description(encode_description(sealed), "here") == sealed
-    live = manifest(entry("a", digest=""), entry("b", nbytes=0), sealed=False)
+    by_bytes = manifest(entry("a", digest=bytes_digest(bytes(8), DEFAULT)), entry("b", nbytes=0))
+    assert decode_description(encode_description(by_bytes), "here") == by_bytes
+    live = manifest(entry("a", sum=""), entry("b", nbytes=0), sealed=False)
     assert decode_description(encode_description(live), "here") == live
 
 
 def test_everything_that_is_wrong_with_a_description_is_said():
     twice = (entry("a"), entry("a"), entry("b", offset=-1), entry("c", nbytes=3, shape=(4,)))
-    bad = replace(manifest(sealed=False), tensors=twice, tied={"d": "nowhere"}, root_digest="xxh3-128:" + "0" * 32)
+    unproved = (entry("e", sum=""), entry("f", sum="sum:12"), entry("g", digest="blake3:" + "0" * 64))
+    bad = replace(manifest(sealed=False), tensors=(*twice, *unproved), tied={"d": "nowhere"}, root_digest="sums:" + "0" * 32)
     with pytest.raises(SourceFailed) as failed:
         decode_description(encode_description(bad), "here")
-    for told in ("'a' is listed 2 times", "'b' starts at -1", "'c' is", "'d' is tied to 'nowhere'", "root digest"):
+    problems = ["'a' is listed 2 times", "'b' starts at -1", "'c' is", "'d' is tied to 'nowhere'", "root digest"]
+    problems += ["'e' has sum ''", "'f' has sum 'sum:12'", "'g' has digest 'blake3:"]
+    for told in problems:
         assert told in str(failed.value)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        manifest(entry("a", digest=""), sealed=False, root_digest="xxh3-128:" + "0" * 32),
+        manifest(entry("a", sum=""), sealed=False, root_digest="sums:" + "0" * 32),
+        manifest(entry("a"), root_digest="sums:" + "0" * 32),
         manifest(entry("a"), kind="delta"),
         manifest(entry("a"), version="../a"),
         manifest(entry("a"), algorithm=None),
@@ -137,7 +144,7 @@ def test_trainer_ranks_together_are_one_version():
     whole = merged([manifest(entry("a")), manifest(entry("b"), tied={"c": "b"})], "ipc:///here")
     assert [(one.name, one.part) for one in whole.tensors] == [("a", 0), ("b", 1)]
     assert (whole.tied, whole.root_digest) == ({"c": "b"}, compute_root(whole.tensors, DEFAULT))
-    assert not merged([manifest(entry("a")), manifest(entry("b", digest=""), sealed=False)], "ipc:///here").sealed
+    assert not merged([manifest(entry("a")), manifest(entry("b", sum=""), sealed=False)], "ipc:///here").sealed
 
 
 # -- the lifeline ------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_after_a_wrong_hello_there_is_no_answer_to_anything(root, dealer, works)
 def test_another_protocol_is_refused_with_both_numbers(root, dealer, works):
     refused = answer_to(dealer(), hello(root, protocol=99))
     assert isinstance(refused, Failure)
-    assert "protocol 1, the receiver 99" in refused.message
+    assert "protocol 2, the receiver 99" in refused.message
 
 
 def test_without_a_lifeline_there_is_no_answer_to_anything(root, dealer, works):

@@ -17,9 +17,11 @@ from ipc_pairs import (
     within,
 )
 
+from weightcast import LiveModel
 from weightcast.clock import Deadline
 from weightcast.errors import (
     DeadlineExceeded,
+    DigestMismatch,
     InvalidInput,
     SourceFailed,
     UnsupportedTensor,
@@ -30,6 +32,8 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.publish.publisher import Publisher
+from weightcast.tensors.digest import algorithm_of
+from weightcast.tensors.sums import is_sum
 from weightcast.transports.ipc.receiver import IpcReceiver
 
 # -- what comes ----------------------------------------------------------------------------------------------------------
@@ -60,6 +64,47 @@ def test_every_kind_of_tensor_comes_as_it_was_published(publisher, receiver):
     assert shapes == {entry.name: entry.shape for entry in manifest.tensors}
     publication.wait(2, timeout=10)
     assert publication.taken == [f"process {os.getpid()}"] * 2
+
+
+def test_the_proof_of_a_held_version_is_its_sums_unless_another_digest_is_asked_for(publisher, receiver, store):
+    plain = publisher.publish("step_1", weights(1)).manifest
+    assert all(is_sum(entry.sum) and not entry.digest for entry in plain.tensors)
+    both = publisher.publish("step_2", weights(1), algorithm="blake3").manifest
+    assert {algorithm_of(entry.digest) for entry in both.tensors} == {"blake3"}
+    assert held(receiver, "step_1") == held(receiver, "step_2") == in_bytes(weights(1))
+    assert [entry.sum for entry in both.tensors] == [entry.sum for entry in plain.tensors]
+    stored = store.publish("step_1", {name: np.asarray(array) for name, array in weights(1).items()})
+    assert plain.root_digest == both.root_digest == stored.root_digest
+
+
+def test_names_of_the_same_memory_have_one_sum_whichever_comes_first(publisher, receiver):
+    memory = torch.arange(300, dtype=torch.bfloat16).reshape(20, 15)
+    first = publisher.publish("step_1", {"head": memory, "embed": memory}).manifest
+    assert (first.tied, [entry.summed_as for entry in first.tensors]) == ({"embed": "head"}, ["embed"])
+    held(receiver)
+    second = publisher.publish("step_2", {"embed": memory, "head": memory}).manifest
+    assert (second.tied, [entry.summed_as for entry in second.tensors]) == ({"head": "embed"}, [""])
+    held(receiver)
+    assert first.root_digest == second.root_digest
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3-128", "blake3"])
+def test_bytes_that_changed_in_the_memory_of_the_publisher_are_not_taken(publisher, receiver, algorithm):
+    arrays = {name: np.array(array) for name, array in weights(1).items()}
+    publisher.publish("step_1", arrays, algorithm=algorithm)
+    target = {name: np.zeros_like(array) for name, array in arrays.items()}
+    live = LiveModel(target, source=receiver)
+    entry = next(entry for entry in receiver.manifest("step_1", deadline=within()).tensors if entry.name == "odd")
+    memory = publisher._clerk.shelf.held[-1].memory
+    there = np.frombuffer(publisher._device.read(memory, entry.offset, entry.offset + 1), np.uint8).copy()
+    publisher._device.copy(next(iter(publisher._device.blocks("odd", there ^ 1))), memory, entry.offset)
+    with pytest.raises(DigestMismatch) as caught:
+        live.update("step_1")
+    assert caught.value.tensors == ("odd",)
+    assert not any(array.any() for array in target.values())
+    publisher._device.copy(next(iter(publisher._device.blocks("odd", there))), memory, entry.offset)
+    live.update("step_1")
+    assert in_bytes(target) == in_bytes(arrays)
 
 
 def test_a_held_version_can_be_had_in_pieces_and_by_name(publisher, receiver):

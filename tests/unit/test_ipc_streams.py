@@ -19,6 +19,7 @@ from weightcast.errors import (
     WrongState,
 )
 from weightcast.publish.publisher import Publisher
+from weightcast.tensors.sums import is_sum
 from weightcast.transports.ipc import reading
 from weightcast.transports.ipc.receiver import IpcReceiver
 
@@ -52,6 +53,17 @@ def test_every_kind_of_tensor_comes_through_buckets_of_any_size(root, receivers,
         publication = streaming.result()
     assert found == in_bytes(arrays) | {"embed": embedding.view(torch.int16).numpy().tobytes()}
     assert (publication.manifest.tied, len(publication.taken)) == ({"head": "embed"}, 1)
+
+
+def test_a_stream_has_sums_and_the_root_digest_of_the_same_tensors_held(publisher, receivers):
+    memory = np.arange(5000, dtype=np.float32)
+    tensors = {"tied": memory, "first": memory, **weights(1)}
+    taking = Running(streamed, receivers(), "step_1")
+    sealed = publisher.stream("step_1", tensors, timeout=20).manifest
+    taking.result()
+    assert all(is_sum(entry.sum) and not entry.digest for entry in sealed.tensors)
+    assert {entry.name: entry.summed_as for entry in sealed.tensors if entry.summed_as} == {"tied": "first"}
+    assert publisher.publish("step_2", tensors).manifest.root_digest == sealed.root_digest
 
 
 def test_several_receivers_get_the_same_stream_and_then_the_next(publisher, receivers):

@@ -1,13 +1,18 @@
 """A live model follows deltas: from what it holds or from a full version, in every commit mode, whole or not at all."""
 
+import dataclasses
 from contextlib import closing, contextmanager
+from functools import partial
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
 import torch
+from delta_samples import same
 from question_depots import depot_over
 from test_live_model import bits, make
+from test_live_provider import Prepared
 
 from weightcast import LiveModel, ModelPart, State, delta
 from weightcast.delta.memory import HostMemory
@@ -18,24 +23,32 @@ from weightcast.errors import (
     Corrupt,
     DigestMismatch,
     InvalidInput,
+    VersionDoesNotFit,
     VersionNotFound,
 )
 from weightcast.tensors.bridges import host_array, spec_of
 from weightcast.tensors.digest import array_digest, bytes_digest
 from weightcast.tensors.flat import Piece, flat_bytes
+from weightcast.tensors.sums import array_sum
 from weightcast.transports.base import delta_use
 from weightcast.transports.registry import open_receiver
-from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
+from weightcast.wire.manifest import FORMAT, BaseRef, FileEntry, Manifest, TensorEntry, compute_root, summed_names
+from weightcast.worker.targets.numpy_target import NumpySlot
 
 MODES = ("copy", "swap", "inplace", "delta")
+PAYLOAD = "delta-00001.bin"
 
 
 class MemorySource:
-    """A transport of its own: versions in memory, full or as deltas on the version before."""
+    """A transport of its own: versions in memory, full or as deltas on the version before.
+
+    Those of `format` 1 have digests of bytes and no sums, also where they are deltas.
+    """
 
     url = "memory://"
 
     def __init__(self):
+        self.format = FORMAT
         self.manifests: dict[str, Manifest] = {}
         self.bytes: dict[tuple[str, str], bytearray] = {}
         self.fetched: list[str] = []
@@ -49,21 +62,13 @@ class MemorySource:
             if holder != name:
                 tied[name] = holder
         arrays = {name: array.copy(order="C") for name, array in arrays.items() if name not in tied}
+        summed_as = summed_names(tied) if self.format > 1 else {}
         entries = tuple(
-            TensorEntry(
-                name=name,
-                dtype=spec_of(name, array).dtype,
-                shape=array.shape,
-                part=0,
-                offset=0,
-                nbytes=array.nbytes,
-                digest=array_digest(array),
-            )
-            for name, array in arrays.items()
+            self.entry(name, array, summed_as.get(name, ""), placed=base is None) for name, array in arrays.items()
         )
         manifest = Manifest(
             version=version, sequence=len(self.manifests) + 1, step=0, kind="full", created_s=0.0, algorithm="xxh3-128",
-            root_digest=compute_root(entries, "xxh3-128"), parts=(), tensors=entries, tied=tied,
+            root_digest=compute_root(entries, "xxh3-128"), parts=(), tensors=entries, tied=tied, format=self.format,
         )  # fmt: skip
         for name, array in arrays.items():
             self.bytes[version, name] = bytearray(flat_bytes(array).tobytes())
@@ -74,12 +79,25 @@ class MemorySource:
                 for entry in before.tensors
             }
             payload = delta.encode(old, arrays, packing=packing)
-            file = FileEntry(file="delta-00001.bin", nbytes=len(payload), digest=bytes_digest(payload))
+            file = FileEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
             ref = BaseRef(version=base, root_digest=before.root_digest)
             manifest = msgspec.structs.replace(manifest, kind="delta", base=ref, payload=file)
             self.bytes[version, file.file] = bytearray(payload)
         self.manifests[version] = manifest
         return manifest
+
+    def entry(self, name, array, summed_as, *, placed):
+        """The entry of a tensor; the bytes of one that is not `placed` in a file have no digest."""
+        spec = spec_of(name, array)
+        entry = TensorEntry(
+            name=name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=array.nbytes, digest="",
+            summed_as=summed_as,
+        )  # fmt: skip
+        if placed or self.format == 1:
+            entry = msgspec.structs.replace(entry, digest=array_digest(array))
+        if self.format > 1:
+            entry = msgspec.structs.replace(entry, sum=str(array_sum(entry.sum_spec, array)))
+        return entry
 
     def newest(self):
         return list(self.manifests)[-1]
@@ -255,7 +273,7 @@ def test_a_base_with_other_bytes_under_its_name_is_refused(source, nets, live):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_damaged_payload_is_refused_and_changes_nothing(source, nets, live, mode):
-    source.bytes["v1", "delta-00001.bin"][200] ^= 1
+    source.bytes["v1", PAYLOAD][200] ^= 1
     with pytest.raises(DigestMismatch):
         live.update("v1", commit=mode)
     with pytest.raises(Corrupt):
@@ -263,24 +281,353 @@ def test_a_damaged_payload_is_refused_and_changes_nothing(source, nets, live, mo
     assert (bits(live.net), live.version, live.state) == (bits(nets[0]), "v0", State.READY)
 
 
+def chain_of(nets, formats, *, packing="classes"):
+    """Versions of these formats: v0 is full, v1 … are deltas, each on the one before."""
+    source = MemorySource()
+    for number, form in enumerate(formats):
+        source.format = form
+        source.add(f"v{number}", nets[number].state_dict(), base=f"v{number - 1}" if number else None, packing=packing)
+    return source
+
+
+def serving(source):
+    net = make(0)
+    live = LiveModel(net, source=source)
+    live.update("v0")
+    return live, net
+
+
+def changed_elements(before, after):
+    """The elements of `embed.weight` that a step changes, and those that it does not."""
+    differ = before.embed.weight.view(torch.int16) != after.embed.weight.view(torch.int16)
+    return differ.nonzero().tolist(), (~differ).nonzero().tolist()
+
+
+@pytest.mark.parametrize("packing", ["gaps", "classes"])
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_that_were_changed_from_outside_are_noticed_before_anything_is_written(nets, live, mode):
+def test_weights_that_were_changed_from_outside_are_noticed_where_a_delta_changes_them_too(nets, mode, packing):
+    live, net = serving(chain_of(nets, (2, 2), packing=packing))
     with torch.no_grad():
-        live.net.embed.weight[3, 3] += 1
-    before = bits(live.net)
+        net.embed.weight[tuple(changed_elements(nets[0], nets[1])[0][-1])] += 1
+    before = bits(net)
     with pytest.raises(Corrupt):
         live.update("v1", commit=mode)
-    assert bits(live.net) == before
+    assert bits(net) == before
+    assert (live.version, live.state) == ("v0", State.READY)
 
 
-def test_a_tensor_that_the_delta_does_not_touch_is_proved_too(nets, live):
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_were_changed_from_outside_where_a_delta_does_not_are_found_by_the_root_digest(nets, mode):
+    source = chain_of(nets, (2, 2), packing="gaps")
+    live, net = serving(source)
+    place = tuple(changed_elements(nets[0], nets[1])[1][0])
+    with torch.no_grad():
+        net.embed.weight[place] += 1
+        damaged = net.embed.weight[place].clone()
+    live.update("v1", commit=mode)
+    assert live.version == "v1"
+    assert net.embed.weight[place] == damaged
+    assert live.root_digest() != source.manifests["v1"].root_digest
+    with torch.no_grad():
+        net.embed.weight[place] = nets[1].embed.weight[place]
+    assert live.root_digest() == source.manifests["v1"].root_digest
+
+
+def test_weights_that_are_damaged_while_a_delta_is_staged_are_found_by_the_root_digest(source, nets, live):
     staged = live.stage("v1", commit="delta")
     with torch.no_grad():
         live.net.norm.bias[0] += 1  # untouched by every delta
-    before = bits(live.net)
-    with pytest.raises(CommitFailed, match=r"norm\.bias"):
-        live.commit(staged)
-    assert bits(live.net) == before
+    live.commit(staged)
+    assert live.version == "v1"
+    assert live.root_digest() != source.manifests["v1"].root_digest
+    with torch.no_grad():
+        live.net.norm.bias[0] = nets[1].norm.bias[0]
+    assert live.root_digest() == source.manifests["v1"].root_digest
+
+
+def test_elements_that_a_delta_writes_are_right_whatever_was_there_when_it_is_committed(source, nets, live):
+    staged = live.stage("v1", commit="delta")
+    with torch.no_grad():
+        live.net.embed.weight[tuple(changed_elements(nets[0], nets[1])[0][0])] += 1
+    live.commit(staged)
+    assert bits(live.net) == bits(nets[1])
+
+
+def test_values_that_were_written_wrong_are_noticed_and_taken_back(nets, live, monkeypatch):
+    real, broken = HostMemory.write, []
+
+    def write(memory, indices, values):
+        wrong = values.copy()
+        if memory.spec.name == "transposed" and not broken:
+            wrong[-1] ^= 1
+            broken.append(True)
+        real(memory, indices, wrong)
+
+    monkeypatch.setattr(HostMemory, "write", write)
+    with pytest.raises(CommitFailed, match="transposed: expected the values that were written"):
+        live.update("v1", commit="delta")
+    assert broken
+    assert (bits(live.net), live.version, live.state) == (bits(nets[0]), "v0", State.READY)
+    live.update("v1", commit="delta")
+    assert bits(live.net) == bits(nets[1])
+
+
+# -- deltas that lead elsewhere ----------------------------------------------------------------------------------------
+
+
+def some_states(rng):
+    """Three versions of a model with two tensors alike, a small one of which all changes, and one that never changes."""
+    first = {
+        "a": rng.standard_normal((60, 50)).astype(np.float32),
+        "b": rng.standard_normal((60, 50)).astype(np.float32),
+        "bf16": rng.standard_normal(400).astype(ml_dtypes.bfloat16),
+        "whole": rng.standard_normal(7),
+        "still": rng.integers(0, 255, 33, dtype=np.uint8),
+    }
+    states = [first]
+    for _ in range(2):
+        after = {name: array.copy() for name, array in states[-1].items()}
+        for name, count in (("a", 150), ("b", 1), ("bf16", 40), ("whole", 7)):
+            lanes = after[name].reshape(-1).view(f"u{after[name].itemsize}")
+            lanes[rng.choice(len(lanes), count, replace=False)] += np.arange(1, count + 1, dtype=lanes.dtype)
+        states.append(after)
+    return states
+
+
+def with_steps(sparse, name, indices, steps):
+    """The same delta with another change of one tensor."""
+    changed = dataclasses.replace(sparse.tensors[name], indices=indices, steps=steps)
+    return dataclasses.replace(sparse, tensors={**sparse.tensors, name: changed})
+
+
+def with_wrong_element(sparse, name="a"):
+    steps = sparse.tensors[name].steps.copy()
+    steps[len(steps) // 2] += 1
+    return with_steps(sparse, name, sparse.tensors[name].indices, steps)
+
+
+def with_two_swapped(sparse, name="a"):
+    steps = sparse.tensors[name].steps.copy()
+    assert steps[0] != steps[-1]
+    steps[[0, -1]] = steps[[-1, 0]]
+    return with_steps(sparse, name, sparse.tensors[name].indices, steps)
+
+
+def with_change_dropped(sparse):
+    found = sparse.tensors["a"]
+    return with_steps(sparse, "a", np.delete(found.indices, 70), np.delete(found.steps, 70))
+
+
+def with_change_elsewhere(sparse):
+    found = sparse.tensors["a"]
+    free = next(index for index in range(3000) if index not in found.indices)
+    indices = np.append(found.indices[1:], found.indices.dtype.type(free))
+    order = np.argsort(indices)
+    return with_steps(sparse, "a", indices[order], np.append(found.steps[1:], found.steps[0])[order])
+
+
+def with_tensor_dropped(sparse):
+    return dataclasses.replace(sparse, tensors={name: one for name, one in sparse.tensors.items() if name != "bf16"})
+
+
+def with_changes_of_another_tensor(sparse):
+    a, b = (sparse.tensors[name] for name in "ab")
+    exchanged = {"a": dataclasses.replace(b, spec=a.spec), "b": dataclasses.replace(a, spec=b.spec)}
+    return dataclasses.replace(sparse, tensors={**sparse.tensors, **exchanged})
+
+
+WRONG = {
+    "one element is wrong": (with_wrong_element, {"a"}),
+    "one element of a small tensor is wrong": (partial(with_wrong_element, name="whole"), {"whole"}),
+    "one element of 16 bits is wrong": (partial(with_wrong_element, name="bf16"), {"bf16"}),
+    "two are swapped": (with_two_swapped, {"a"}),
+    "two of a small tensor are swapped": (partial(with_two_swapped, name="whole"), {"whole"}),
+    "a change was dropped": (with_change_dropped, {"a"}),
+    "a change is at another place": (with_change_elsewhere, {"a"}),
+    "a tensor was dropped": (with_tensor_dropped, {"bf16"}),
+    "changes are those of another tensor": (with_changes_of_another_tensor, {"a", "b"}),
+}
+
+
+def tampered_source(states, tamper, *, at=1, packing="gaps"):
+    """v0 is full, v1 and v2 are deltas. The payload of one leads elsewhere than its manifest says, and is whole as such."""
+    source = MemorySource()
+    for number, state in enumerate(states):
+        source.add(f"v{number}", state, base=f"v{number - 1}" if number else None, packing=packing)
+    version, base = f"v{at}", states[at - 1]
+    sparse = delta.decode(bytes(source.bytes[version, PAYLOAD]), base)
+    payload = delta.pack(tamper(sparse), packing=packing, base=base)
+    source.bytes[version, PAYLOAD] = bytearray(payload)
+    file = FileEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
+    source.manifests[version] = msgspec.structs.replace(source.manifests[version], payload=file)
+    return source
+
+
+def copies_of(state):
+    return {name: array.copy() for name, array in state.items()}
+
+
+@contextmanager
+def untouched(target):
+    """Nothing is written to the live arrays meanwhile, nor are others put in their place."""
+    before, written = dict(target), []
+    write = HostMemory.write
+
+    def watched(memory, indices, values):
+        lanes = memory._flat if memory._flat is not None else memory._strided
+        written.extend(name for name, array in before.items() if np.may_share_memory(lanes, array))
+        write(memory, indices, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "write", watched)
+        for name in ("write", "install"):
+            real = getattr(NumpySlot, name)
+            patch.setattr(NumpySlot, name, lambda slot, data, real=real: (written.append(slot), real(slot, data)))
+        yield
+    assert not written
+    assert all(target[name] is array for name, array in before.items())
+
+
+@pytest.mark.parametrize("packing", ["gaps", "classes"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tamper", "names"), WRONG.values(), ids=WRONG)
+def test_a_delta_that_leads_elsewhere_is_refused_before_anything_is_touched(mode, packing, tamper, names, rng):
+    states = some_states(rng)
+    source = tampered_source(states, tamper, packing=packing)
+    target = copies_of(states[1])
+    live = LiveModel(target, source=source)
+    live.update("v0")
+    with untouched(target), pytest.raises(DigestMismatch) as caught:
+        live.update("v1", commit=mode)
+    assert set(caught.value.tensors) == names
+    assert same(target, states[0])
+    assert (live.version, live.state) == ("v0", State.READY)
+    assert live.root_digest() == source.manifests["v0"].root_digest
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tamper", "names"), WRONG.values(), ids=WRONG)
+def test_changes_of_a_provider_that_lead_elsewhere_are_refused_before_anything_is_touched(mode, tamper, names, rng):
+    states = some_states(rng)
+    target = copies_of(states[1])
+    live = LiveModel(target)
+    live.update(source=Prepared(states[0]))
+    lying = Prepared(states[1], base=Prepared(states[0]))
+    lying.delta = tamper(lying.delta)
+    with untouched(target), pytest.raises(DigestMismatch) as caught:
+        live.update(source=lying, commit=mode)
+    assert set(caught.value.tensors) == names
+    assert same(target, states[0])
+    assert live.state is State.READY
+
+
+@pytest.mark.parametrize("mode", ["copy", "swap", "delta"])
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_chain_with_a_delta_that_leads_elsewhere_is_refused_before_anything_is_touched(mode, held, at, rng):
+    states = some_states(rng)
+    source = tampered_source(states, with_wrong_element, at=at)
+    target = copies_of(states[0])
+    live = LiveModel(target, source=source)
+    if held:
+        live.update("v0")
+    with untouched(target), pytest.raises(DigestMismatch) as caught:
+        live.update("v2", commit=mode)
+    assert caught.value.tensors == ("a",)
+    assert same(target, states[0])
+    assert live.state is State.READY
+
+
+def test_spare_buffers_that_a_wrong_delta_has_reached_are_not_used_again(rng):
+    states = some_states(rng)
+    source = tampered_source(states, with_wrong_element, at=2)
+    target = copies_of(states[0])
+    live = LiveModel(target, source=source)
+    live.update("v0")
+    live.update("v1", commit="swap")
+    with pytest.raises(DigestMismatch):
+        live.update("v2", commit="swap")
+    assert same(target, states[1])
+    source.add("v2", states[2], base="v1")
+    live.update("v2", commit="swap")
+    assert same(target, states[2])
+    assert live.root_digest() == source.manifests["v2"].root_digest
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changed", [("a", "b"), ("a",), ("b",)])
+def test_names_that_the_model_ties_must_get_the_same_changes(mode, changed, rng):
+    source, one = MemorySource(), rng.standard_normal(40).astype(np.float32)
+    before = {"a": one, "b": one.copy()}
+    after = copies_of(before)
+    for name in changed:
+        after[name][[3, 17]] += 1
+    source.add("v0", before)
+    source.add("v1", after, base="v0", packing="gaps")
+    memory = np.zeros(40, np.float32)
+    target = {"a": memory, "b": memory}
+    live = LiveModel(target, source=source)
+    live.update("v0")
+    if len(changed) == 2:
+        live.update("v1", commit=mode)
+        assert target["a"] is target["b"]
+        assert same(target, after)
+        assert live.root_digest() == source.manifests["v1"].root_digest
+        return
+    with untouched(target), pytest.raises((DigestMismatch, VersionDoesNotFit)):
+        live.update("v1", commit=mode)
+    assert same(target, before)
+    assert (live.version, live.state) == ("v0", State.READY)
+
+
+# -- versions without sums ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("formats", [(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 2, 2)], ids=str)
+def test_deltas_on_versions_without_sums_are_followed_and_proved(nets, mode, formats):
+    source = chain_of(nets, formats)
+    assert not any(entry.sum for entry in source.manifests["v0"].tensors)
+    live, net = serving(source)
+    for number in (1, 2, 3):
+        source.fetched.clear()
+        result = live.update(f"v{number}", commit=mode)
+        assert result.mode == ("swap" if mode == "swap" else "delta")
+        assert source.fetched == [f"v{number}/{PAYLOAD}"]
+        assert bits(net) == bits(nets[number])
+        assert live.served_manifest == source.manifests[f"v{number}"]
+        assert live.root_digest() == source.manifests[f"v{number}"].root_digest
+        assert live.root_digest().startswith("xxh3-128:" if formats[number] == 1 else "sums:")
+    assert live.rollback() == "v2"
+    assert bits(net) == bits(nets[2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("formats", [(1, 1, 1), (1, 2, 2), (1, 1, 2)], ids=str)
+def test_several_deltas_on_a_version_without_sums_are_taken_folded_and_by_a_model_that_holds_none(nets, mode, formats):
+    source = chain_of(nets, formats)
+    live, net = serving(source)
+    live.update("v2", commit=mode)
+    assert bits(net) == bits(nets[2])
+    assert live.root_digest() == source.manifests["v2"].root_digest
+    late = make(7)
+    LiveModel(late, source=source).update("v2", commit=mode)
+    assert bits(late) == bits(nets[2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("formats", [(1, 1), (1, 2)], ids=str)
+def test_on_a_version_without_sums_a_change_from_outside_is_noticed_wherever_it_is(nets, mode, formats):
+    live, net = serving(chain_of(nets, formats, packing="gaps"))
+    with torch.no_grad():
+        net.embed.weight[tuple(changed_elements(nets[0], nets[1])[1][0])] += 1
+        net.norm.bias[0] += 1
+    before = bits(net)
+    with pytest.raises(DigestMismatch) as caught:
+        live.update("v1", commit=mode)
+    assert set(caught.value.tensors) == {"embed.weight", "norm.bias"}
+    assert bits(net) == before
+    assert (live.version, live.state) == ("v0", State.READY)
 
 
 def test_a_version_that_was_taken_on_trust_is_no_base(source, nets, live):

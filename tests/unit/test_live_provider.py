@@ -14,8 +14,8 @@ from weightcast.errors import (
     VersionNotFound,
 )
 from weightcast.tensors.bridges import spec_of
-from weightcast.tensors.digest import array_digest
 from weightcast.tensors.flat import Piece, flat_bytes
+from weightcast.tensors.sums import array_sum
 from weightcast.transports.base import Provider
 from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
 
@@ -27,12 +27,13 @@ class Prepared:
 
     def __init__(self, state, *, base=None, version=None):
         self.state = {name: array.copy() for name, array in state.items()}
+        specs = {name: spec_of(name, array) for name, array in state.items()}
         entries = tuple(
             TensorEntry(
-                name=name, dtype=spec_of(name, array).dtype, shape=array.shape, part=0, offset=0, nbytes=array.nbytes,
-                digest=array_digest(array),
+                name=name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=spec.nbytes, digest="",
+                sum=str(array_sum(spec, state[name])),
             )
-            for name, array in state.items()
+            for name, spec in specs.items()
         )  # fmt: skip
         root = compute_root(entries, "xxh3-128")
         before = base.described if base else None

@@ -20,6 +20,7 @@ from weightcast.errors import (
     UpdateInProgress,
     WrongState,
 )
+from weightcast.tensors.flat import Piece
 from weightcast.transports import registry
 
 
@@ -123,20 +124,91 @@ def test_a_model_without_weights_goes_back_to_having_none():
 # -- proving ------------------------------------------------------------------------------------------------------------
 
 
+def first_change(case, name="embed.weight"):
+    """The first byte of a tensor that is another in the new version."""
+    return next(at for at, (old, new) in enumerate(zip(case.old[name], case.new[name], strict=True)) if old != new)
+
+
 @pytest.mark.parametrize("kind", ["copy", "delta"])
-def test_a_wrong_bit_is_noticed_by_the_proof_and_the_caller_goes_back(kind):
+def test_a_wrong_bit_in_what_was_written_is_noticed_by_the_proof_and_the_caller_goes_back(kind):
     case = Case(kind)
     case.live.enter(case.stage())
-    spoiled = case.net.norm.bias.data.view(torch.uint8)
-    spoiled[3] ^= 1
+    spoiled, at = case.net.embed.weight.data.view(torch.uint8).view(-1), first_change(case)
+    spoiled[at] ^= 1
+    with pytest.raises(DigestMismatch) as caught:
+        case.live.prove()
+    assert caught.value.tensors == ("embed.weight",)
+    with pytest.raises(InvalidInput, match="not proved"):
+        case.live.settle()
+    spoiled[at] ^= 1
+    case.live.revert()
+    case.check_old()
+
+
+@pytest.mark.parametrize("kind", ["swap", "delta-swap", "delta-swap-spare"])
+def test_memory_that_was_not_installed_is_noticed_by_the_proof_and_the_caller_goes_back(kind):
+    case = Case(kind)
+    case.live.enter(case.stage())
+    case.net.norm.bias.data = case.net.norm.bias.data + 1
     with pytest.raises(DigestMismatch) as caught:
         case.live.prove()
     assert caught.value.tensors == ("norm.bias",)
     with pytest.raises(InvalidInput, match="not proved"):
         case.live.settle()
-    spoiled[3] ^= 1
     case.live.revert()
     case.check_old()
+
+
+@pytest.mark.parametrize("kind", ["delta", "delta-swap", "delta-swap-spare"])
+def test_a_wrong_bit_where_nothing_was_written_is_not_for_the_proof_but_for_the_root_digest(kind):
+    case = Case(kind)
+    case.live.enter(case.stage())
+    spoiled = case.net.norm.bias.data.view(torch.uint8)  # untouched by every delta
+    spoiled[3] ^= 1
+    case.live.prove()
+    case.live.settle()
+    assert case.live.root_digest() != case.root("v2")
+    spoiled[3] ^= 1
+    case.check_new()
+
+
+MIB, PAGE = 1 << 20, 4 << 10
+LARGE = 2 * MIB + 3 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("at", "noticed"),
+    [
+        (0, True), (PAGE - 1, True), (PAGE, False), (MIB - 1, False), (MIB, True), (MIB + PAGE - 1, True),
+        (MIB + PAGE, False), (2 * MIB, True), (2 * MIB + PAGE, False), (LARGE - PAGE - 1, False), (LARGE - PAGE, True),
+        (LARGE - 1, True),
+    ],
+)  # fmt: skip
+def test_a_copy_is_read_back_at_both_ends_and_at_a_page_of_every_mebibyte(at, noticed, rng):
+    source = MemorySource()
+    states = [{"large": rng.integers(0, 255, LARGE, dtype=np.uint8), "small": rng.standard_normal(9)} for _ in range(2)]
+    for number, state in enumerate(states):
+        source.add(f"v{number}", state)
+    source.pieces = lambda manifest, **_: (
+        Piece(entry.name, 0, memoryview(source.bytes[manifest.version, entry.name])) for entry in manifest.tensors
+    )
+    target = {"large": np.zeros(LARGE, np.uint8), "small": np.zeros(9)}
+    live = LiveModel(target, source=source)
+    live.update("v0")
+    live.enter(live.stage("v1"))
+    target["large"][at] ^= 1
+    if noticed:
+        with pytest.raises(DigestMismatch) as caught:
+            live.prove()
+        assert caught.value.tensors == ("large",)
+        live.revert()
+        assert live.root_digest() == source.manifests["v0"].root_digest
+        return
+    live.prove()
+    live.settle()
+    assert live.root_digest() != source.manifests["v1"].root_digest
+    target["large"][at] ^= 1
+    assert live.root_digest() == source.manifests["v1"].root_digest
 
 
 def test_the_proof_may_run_in_another_thread_while_the_model_is_read(case):
@@ -374,7 +446,7 @@ def test_every_slot_and_every_streamed_piece_ticks():
             assert written >= pieces
         case.live.prove()
         if kind in ("copy", "delta"):
-            assert len(ticks) == written + slots
+            assert len(ticks) == written + (slots if kind == "copy" else written), "a delta reads back what it wrote"
         ticks.clear()
         case.live.revert()
         assert len(ticks) >= written, kind

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from weightcast.errors import InvalidInput, ManifestCorrupt, UnsupportedFormat
-from weightcast.wire.manifest import FORMAT, Manifest, check_version_id, decode_manifest, encode_manifest
+from weightcast.tensors.digest import root_digest
+from weightcast.tensors.sums import root_of_sums
+from weightcast.wire.manifest import (
+    FORMAT,
+    Manifest,
+    check_version_id,
+    compute_root,
+    decode_manifest,
+    encode_manifest,
+    summed_names,
+)
 
 
 @pytest.fixture
@@ -59,6 +69,63 @@ def test_fields_of_a_later_release_are_skipped(manifest):
     assert decode_manifest(encode_manifest(later), "m") == manifest
 
 
+def root_over_bytes(manifest):
+    return root_digest(((entry.spec, entry.digest) for entry in manifest.tensors), manifest.algorithm)
+
+
+def as_format_1(manifest):
+    """The same version as releases before sums wrote it."""
+    tensors = tuple(msgspec.structs.replace(entry, sum="", summed_as="") for entry in manifest.tensors)
+    return msgspec.structs.replace(manifest, format=1, tensors=tensors, root_digest=root_over_bytes(manifest))
+
+
+def test_a_manifest_of_format_1_has_no_sums_and_a_root_over_digests_of_bytes(manifest):
+    older = as_format_1(manifest)
+    assert decode_manifest(encode_manifest(older), "m") == older
+    assert (older.root_digest, compute_root(older.tensors, "xxh3-128")) == (root_over_bytes(manifest),) * 2
+    assert [entry.proof for entry in older.tensors] == [entry.digest for entry in manifest.tensors]
+    tied = msgspec.structs.replace(older, tied={"A": "a"})  # which were not summed, under whatever name
+    assert decode_manifest(encode_manifest(tied), "m") == tied
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (lambda m: change_tensor(m, digest="xxh3-128:" + "0" * 32), "root digest"),
+        (lambda m: change_tensor(m, digest=""), "not one by xxh3-128"),
+        (lambda m: change_tensor(m, sum="sum:0"), "tensor 'a' has sum 'sum:0'"),
+        (lambda m: change_tensor(m, summed_as="tied"), "'a' is summed as 'tied', not as ''"),
+        (lambda m: msgspec.structs.replace(m, format=2), "tensor 'a' has sum ''"),
+    ],
+)
+def test_a_sealed_lie_in_format_1_is_still_a_lie(manifest, lie, said):
+    with pytest.raises(ManifestCorrupt, match=said):
+        decode_manifest(encode_manifest(lie(as_format_1(manifest))), "m")
+
+
+def test_a_tensor_is_compared_with_the_digest_of_its_bytes_or_else_with_its_sum(manifest, of_delta):
+    placed, moved = manifest.tensors[0], of_delta.tensors[0]
+    assert (placed.proof, moved.proof, moved.digest) == (placed.digest, moved.sum, "")
+    assert {manifest.root_digest, of_delta.root_digest} == {
+        root_of_sums((entry.sum_spec, entry.sum) for entry in one.tensors) for one in (manifest, of_delta)
+    }
+
+
+@pytest.mark.parametrize(
+    ("tied", "summed"),
+    [
+        ({}, {}),
+        ({"b": "a"}, {}),
+        ({"a": "b"}, {"b": "a"}),
+        ({"b": "c", "a": "c"}, {"c": "a"}),
+        ({"z": "c", "d": "c"}, {}),
+        ({"c": "b", "a": "b", "e": "d", "B": "f"}, {"b": "a", "f": "B"}),
+    ],
+)
+def test_tied_bytes_are_summed_under_the_smallest_of_their_names(tied, summed):
+    assert summed_names(tied) == summed
+
+
 def change_tensor(manifest, **fields):
     first = msgspec.structs.replace(manifest.tensors[0], **fields)
     return msgspec.structs.replace(manifest, tensors=(first, *manifest.tensors[1:]))
@@ -74,8 +141,18 @@ def change_tensor(manifest, **fields):
         (lambda m: change_tensor(m, name="b.weight"), "listed 2 times"),
         (lambda m: change_tensor(m, name=""), "name of a tensor"),
         (lambda m: change_tensor(m, digest="md5:00"), "not one by xxh3-128"),
-        (lambda m: change_tensor(m, digest="xxh3-128:" + "0" * 32), "root digest"),
+        (lambda m: change_tensor(m, digest=""), "not one by xxh3-128"),
+        (lambda m: change_tensor(m, sum="sum:" + "0" * 32), "root digest"),
+        (lambda m: change_tensor(m, sum=""), "tensor 'a' has sum ''"),
+        (lambda m: change_tensor(m, sum="sum:" + "0" * 31), "tensor 'a' has sum 'sum:0"),
+        (lambda m: change_tensor(m, sum=m.tensors[0].digest), "tensor 'a' has sum 'xxh3-128:"),
+        (lambda m: change_tensor(m, sum=m.tensors[0].sum.upper()), "tensor 'a' has sum 'SUM:"),
+        (lambda m: change_tensor(m, summed_as="tied"), "'a' is summed as 'tied', not as ''"),
+        (lambda m: change_tensor(m, summed_as="b.weight"), "'a' is summed as 'b.weight', not as ''"),
+        (lambda m: msgspec.structs.replace(m, tied={"A": "a"}), "'a' is summed as '', not as 'A'"),
         (lambda m: msgspec.structs.replace(m, root_digest="xxh3-128:" + "0" * 32), "root digest"),
+        (lambda m: msgspec.structs.replace(m, root_digest="sums:" + "0" * 32), "root digest"),
+        (lambda m: msgspec.structs.replace(m, root_digest=root_over_bytes(m)), "root digest"),
         (lambda m: msgspec.structs.replace(m, tied={"x": "nobody"}), "no bytes"),
         (lambda m: msgspec.structs.replace(m, tied={"a": "b.weight"}), "listed 2 times"),
         (lambda m: msgspec.structs.replace(m, kind="delta"), "kind delta"),
@@ -122,7 +199,9 @@ def test_a_delta_reads_back_as_it_was_written_and_transfers_its_payload(of_delta
         (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, nbytes=-1)), "-1 bytes"),
         (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version="../x")), "base"),
         (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version=m.version)), "its own base"),
-        (lambda m: change_tensor(m, digest="xxh3-128:" + "0" * 32), "root digest"),
+        (lambda m: change_tensor(m, sum="sum:" + "0" * 32), "root digest"),
+        (lambda m: change_tensor(m, sum=""), "tensor 'a' has sum ''"),
+        (lambda m: change_tensor(m, digest="md5:" + "0" * 32), "not one by xxh3-128"),
     ],
 )
 def test_a_sealed_lie_about_a_delta_is_still_a_lie(of_delta, lie, said):

@@ -22,7 +22,15 @@ from shard_models import (
 
 from weightcast import LiveModel, State
 from weightcast.clock import Deadline
-from weightcast.errors import DeadlineExceeded, DigestMismatch, InvalidInput, SourceFailed, UpdateCancelled
+from weightcast.errors import (
+    CommitFailed,
+    DeadlineExceeded,
+    DigestMismatch,
+    InvalidInput,
+    SourceFailed,
+    UpdateCancelled,
+    VersionDoesNotFit,
+)
 from weightcast.tensors.flat import flat_bytes
 from weightcast.transports.base import MappedReceiver
 from weightcast.transports.file import FileReceiver
@@ -64,9 +72,9 @@ def versions():
     return {"v1": some_tensors(1), "v2": some_tensors(2)}
 
 
-@pytest.fixture
-def slab(versions):
-    slab = Slab(**versions)
+@pytest.fixture(params=[True, False], ids=["digests", "sums"])
+def slab(versions, request):
+    slab = Slab(digests=request.param, **versions)
     assert isinstance(slab, MappedReceiver)
     return slab
 
@@ -101,6 +109,24 @@ def test_only_tensors_that_are_wanted_are_asked_for(slab, versions):
     LiveModel(model, source=slab, ignore=("large", "one", "part")).update("v1")
     assert same(model, wanted)
     assert slab.asked == [{"odd", "f32"}]
+
+
+@pytest.mark.parametrize("mode", ["copy", "swap", "inplace"])
+@pytest.mark.parametrize("digests", [True, False])
+def test_names_that_the_model_ties_must_have_the_same_bytes(mode, digests):
+    one = np.arange(10, dtype=np.float32)
+    memory = np.zeros_like(one)
+    model = {"a": memory, "b": memory}
+    slab = Slab(digests=digests, same={"a": one, "b": one + 0}, other={"a": one, "b": one + 1})
+    live = LiveModel(model, source=slab)
+    live.update("same", commit=mode)
+    assert model["a"] is model["b"]
+    assert same(model, {"a": one, "b": one})
+    undone = not digests and mode == "inplace"  # their bytes are known to differ only when they have come
+    with pytest.raises(CommitFailed if undone else VersionDoesNotFit, match=r"(?s)a = b.*the model ties these names"):
+        live.update("other", commit=mode)
+    assert same(model, {"a": one, "b": one})
+    assert (live.version, live.state) == ("same", State.READY)
 
 
 def test_threads_must_be_some(versions):
@@ -242,14 +268,15 @@ class Once(Running):
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (2, 3)])
-def test_slices_of_what_lies_in_memory_are_those_of_the_store(rank, ranks, store, rng):
+@pytest.mark.parametrize("digests", [True, False])
+def test_slices_of_what_lies_in_memory_are_those_of_the_store(rank, ranks, digests, store, rng):
     tensors = random_tensors(rng)
     store.publish("v", tensors)
-    slab, told = Slab(v=tensors), []
+    slab, told = Slab(digests=digests, v=tensors), []
     version = cut_version(slab, "v", shards_of(rank, ranks), told=told)
     reference = cut_version(FileReceiver(store), "v", shards_of(rank, ranks))
     assert same(dict(parameters(version)), dict(parameters(reference)))
-    assert version.shard.root_digest == reference.shard.root_digest
+    assert held_now(version).shard.root_digest == held_now(reference).shard.root_digest
     assert version.full.root_digest == reference.full.root_digest
     check_manifest(version, by_hand(tensors, rank, ranks))
     assert version.nbytes == reference.nbytes
@@ -279,9 +306,10 @@ def test_slices_are_proved_where_they_lie_and_streamed_again_in_place(rng):
     assert same(streamed(newer, newer.manifest("v", deadline=soon())), by_hand(tensors, 1, 2))
 
 
+@pytest.mark.parametrize("digests", [True, False])
 @pytest.mark.parametrize("mode", ["copy", "inplace"])
-def test_damaged_tensors_are_all_listed_and_none_is_cut(mode, rng):
-    slab = Slab(v=random_tensors(rng))
+def test_damaged_tensors_are_all_listed_and_none_is_cut(mode, digests, rng):
+    slab = Slab(digests=digests, v=random_tensors(rng))
     for name in ("k", "stacked.2"):
         slab.arrays["v"][name].view(np.uint16)[-1] ^= 1
     with pytest.raises(DigestMismatch) as caught:

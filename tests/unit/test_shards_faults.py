@@ -5,6 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
+from delta_samples import same
 from msgspec.structs import replace
 from shard_models import (
     MixedReceiver,
@@ -18,7 +19,7 @@ from shard_models import (
     streamed,
 )
 
-from weightcast import DeltaPolicy, Store
+from weightcast import DeltaPolicy, Store, delta
 from weightcast.clock import Deadline
 from weightcast.errors import (
     BaseVersionMismatch,
@@ -219,11 +220,15 @@ def test_a_source_that_ends_early_or_repeats_itself_is_refused(store, rng):
             cut_version(kind(manifest, tensors, rng), "v", shards_of(0, 2))
 
 
-@pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize(
-    ("packing", "refusal"), [("classes", r"base v0|\bup: expected"), ("gaps", r"1 tensor.*\n  up: expected")]
+    ("packing", "held", "refusal"),
+    [
+        ("classes", True, r"base v0, whose bytes may be damaged"),
+        ("classes", False, r"base v0|\bup: expected"),
+        ("gaps", False, r"1 tensor.*\n  up: expected"),
+    ],
 )
-def test_a_damaged_base_is_noticed(packing, refusal, held, tmp_path, rng):
+def test_a_damaged_base_is_noticed_where_it_is_read(packing, refusal, held, tmp_path, rng):
     store = Store(tmp_path, delta=DeltaPolicy(packing=packing))
     receiver = FileReceiver(store)
     tensors = random_tensors(rng)
@@ -249,19 +254,46 @@ def test_a_damaged_payload_is_noticed(store, receiver, rng):
             cut_version(receiver, "v1", shards, held=held)
 
 
-def test_a_base_that_is_gone_or_another_is_refused(tmp_path, store, receiver, rng):
+@pytest.mark.parametrize("fault", ["damaged", "gone", "another"])
+def test_the_base_of_changes_that_need_none_is_not_looked_at(fault, tmp_path, store, receiver, rng):
+    """A rank serves it, proved: what has become of it in the store is nothing to a delta that is packed as gaps."""
+    tensors = random_tensors(rng)
+    store.publish("v0", tensors)
+    shards = shards_of(0, 2)
+    serving = held_now(cut_version(receiver, "v0", shards))
+    new = next_tensors(rng, tensors)
+    store.publish("v1", new, mode="delta")
+    if fault == "damaged":
+        path, at = part_of(store, "v0", "up")
+        flip(path, at + 1)
+    else:
+        (store.path / "versions" / "v0").rename(tmp_path / "v0")
+    if fault == "another":
+        store.publish("v0", random_tensors(rng), mode="full")
+    version = cut_version(receiver, "v1", shards, held=serving)
+    assert version.by_delta
+    live = {name: array.copy() for name, array in by_hand(tensors, 0, 2).items()}
+    delta.apply(live, version.changes(version.shard))
+    assert same(live, by_hand(new, 0, 2))
+
+
+@pytest.mark.parametrize("packing", ["classes", "gaps"])
+def test_a_base_that_is_gone_or_another_is_refused_where_it_is_needed(packing, tmp_path, rng):
+    store = Store(tmp_path / "store", delta=DeltaPolicy(packing=packing))
+    receiver = FileReceiver(store)
     tensors = random_tensors(rng)
     store.publish("v0", tensors)
     shards = shards_of(0, 2)
     serving = held_now(cut_version(receiver, "v0", shards))
     first = store.publish("v1", next_tensors(rng, tensors), mode="delta")
+    needing = (serving, None) if packing == "classes" else (None,)
     base = store.path / "versions" / "v0"
     base.rename(tmp_path / "v0")
-    for held in (serving, None):
+    for held in needing:
         with pytest.raises((BaseVersionMismatch, VersionNotFound), match="v0"):
             cut_version(receiver, "v1", shards, held=held)
     store.publish("v0", random_tensors(rng), mode="full")
-    for held in (serving, None):
+    for held in needing:
         with pytest.raises(BaseVersionMismatch, match="v0"):
             cut_version(receiver, "v1", shards, held=held)
     with pytest.raises(InvalidInput, match="not a chain"):

@@ -15,9 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from weightcast.errors import UnsupportedTensor  # noqa: E402
 from weightcast.publish.shares import given  # noqa: E402
-from weightcast.tensors.box_digest import box_of  # noqa: E402
 from weightcast.tensors.box_plan import tiling_problems  # noqa: E402
-from weightcast.tensors.boxes import Box  # noqa: E402
+from weightcast.tensors.boxes import Box, box_of  # noqa: E402
 
 
 @pytest.fixture

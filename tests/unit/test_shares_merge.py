@@ -4,18 +4,24 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from weightcast.errors import ManifestCorrupt
-from weightcast.tensors.box_digest import array_boxes_digest, box_of
-from weightcast.tensors.boxes import Box
+from weightcast.errors import ManifestCorrupt, UnsupportedFormat
+from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.digest import array_digest
 from weightcast.tensors.dtypes import from_numpy
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Sum, array_sum, box_sum, root_of_sums
 from weightcast.wire.manifest import decode_manifest, encode_manifest, find_problems
 from weightcast.wire.shares import Share, ShareEntry, decode_share, encode_share, merged, share_root
 
 
+def spec_of(name, array):
+    return TensorSpec(name, from_numpy(array.dtype), array.shape)
+
+
 def entry(name, array, box):
-    digest = array_digest(box_of(array, box))
-    return ShareEntry(name=name, dtype=from_numpy(array.dtype), shape=array.shape, box=box, digest=digest)
+    spec, held = spec_of(name, array), box_of(array, box)
+    total = str(box_sum(spec, box, held))
+    return ShareEntry(name=name, dtype=spec.dtype, shape=spec.shape, box=box, digest=array_digest(held), sum=total)
 
 
 def share(rank, entries, *, ranks=2, **fields):
@@ -23,6 +29,11 @@ def share(rank, entries, *, ranks=2, **fields):
         version="step_1", sequence=1, step=1, created_s=float(rank), rank=rank, ranks=ranks, algorithm="xxh3-128",
         root_digest=share_root(entries, "xxh3-128"), entries=tuple(entries), **fields,
     )  # fmt: skip
+
+
+def tying(name, holder, array, box):
+    """What a share says of a name whose bytes another one holds."""
+    return {"tied": {name: holder}, "tied_sums": {name: entry(name, array, box).sum}}
 
 
 @pytest.fixture
@@ -58,12 +69,12 @@ def test_shares_make_a_manifest_that_whole_arrays_prove_and_that_any_order_of_sh
     assert [box.ranks for box in manifest.boxes["w"]] == [(0,), (1,)]
     assert [box.ranks for box in manifest.boxes["norm"]] == [(0, 1)]
     assert manifest.boxes["none"] == ()
-    for tensor in manifest.tensors:
-        boxes = manifest.boxes[tensor.name]
-        assert tensor.digest == array_boxes_digest(arrays[tensor.name], boxes)
-    by_name = {tensor.name: tensor for tensor in manifest.tensors}
-    assert by_name["norm"].digest == array_digest(arrays["norm"])  # as if nobody shared it
-    assert by_name["w"].digest != array_digest(arrays["w"])
+    sums = {name: str(array_sum(spec_of(name, array), array)) for name, array in arrays.items()}
+    assert {tensor.name: (tensor.digest, tensor.sum) for tensor in manifest.tensors} == {
+        name: ("", sums[name]) for name in arrays
+    }
+    assert sums["none"] == str(Sum())
+    assert manifest.root_digest == root_of_sums((spec_of(name, array), sums[name]) for name, array in arrays.items())
 
 
 def test_an_empty_shard_says_only_that_there_is_such_a_tensor(arrays):
@@ -128,29 +139,36 @@ def test_tied_names_stay_tied_where_all_that_have_bytes_say_so(arrays):
 
     manifest = merged(
         [
-            share(0, first, ranks=3, tied={"head": "w"}),
-            share(1, second, ranks=3, tied={"head": "w"}),
+            share(0, first, ranks=3, **tying("head", "w", arrays["w"], first[0].box)),
+            share(1, second, ranks=3, **tying("head", "w", arrays["w"], second[0].box)),
             share(2, [empty], ranks=3),
         ]
     )
 
     assert manifest.tied == {"head": "w"}
     assert "head" not in manifest.boxes
+    tensor = manifest.by_name()["w"]
+    assert (tensor.summed_as, tensor.sum) == ("head", str(array_sum(spec_of("head", arrays["w"]), arrays["w"])))
+    assert all(box.sum == entry("head", arrays["w"], Box(box.start, box.shape)).sum for box in manifest.boxes["w"])
 
 
 def test_names_that_are_tied_at_one_rank_only_are_tensors_of_their_own(arrays):
     first, second = halves(arrays)
     head = entry("head", arrays["w"], Box((3, 0), (2, 4)))
 
-    manifest = merged([share(0, first, tied={"head": "w"}), share(1, [*second, head])])
+    manifest = merged([share(0, first, **tying("head", "w", arrays["w"], first[0].box)), share(1, [*second, head])])
 
     assert manifest.tied == {}
-    assert manifest.boxes["head"] == manifest.boxes["w"]
+    boxes = [[replace(box, sum="") for box in manifest.boxes[name]] for name in ("head", "w")]
+    assert boxes[0] == boxes[1]
+    sums = {tensor.name: (tensor.summed_as, tensor.sum) for tensor in manifest.tensors}
+    for name in ("head", "w"):
+        assert sums[name] == ("", str(array_sum(spec_of(name, arrays["w"]), arrays["w"])))
 
 
 def test_a_share_is_read_back_and_a_changed_one_is_refused(arrays):
     first, _ = halves(arrays)
-    sent = share(0, first, metadata={"run": "a"})
+    sent = share(0, first, metadata={"run": "a"}, **tying("head", "w", arrays["w"], first[0].box))
     data = encode_share(sent)
 
     assert decode_share(data, "here") == sent
@@ -161,6 +179,23 @@ def test_a_share_is_read_back_and_a_changed_one_is_refused(arrays):
             decode_share(bytes(changed), "here")
     with pytest.raises(ManifestCorrupt, match="does not follow"):
         decode_share(encode_share(replace(sent, root_digest="xxh3-128:" + "0" * 32)), "here")
+    other = [replace(first[0], sum=first[1].sum), *first[1:]]
+    with pytest.raises(ManifestCorrupt, match="does not follow"):
+        decode_share(encode_share(replace(sent, entries=tuple(other))), "here")
+    for total in ("", "sum:" + "0" * 31, first[0].digest):
+        without = share(0, [replace(first[0], sum=total), *first[1:]])
+        with pytest.raises(ManifestCorrupt, match="boxes without sums"):
+            decode_share(encode_share(without), "here")
+    with pytest.raises(ManifestCorrupt, match="boxes without sums"):
+        decode_share(encode_share(replace(sent, tied_sums={"head": ""})), "here")
+    with pytest.raises(ManifestCorrupt, match="tied names without sums"):
+        decode_share(encode_share(replace(sent, tied_sums={})), "here")
+
+
+def test_a_share_of_an_older_release_is_refused_by_its_format(arrays):
+    first, _ = halves(arrays)
+    with pytest.raises(UnsupportedFormat, match="has format 1; this release needs 2 or later"):
+        decode_share(encode_share(replace(share(0, first), format=1)), "here")
 
 
 def test_a_manifest_whose_boxes_lie_is_not_believed(arrays):
@@ -171,9 +206,14 @@ def test_a_manifest_whose_boxes_lie_is_not_believed(arrays):
         return "\n".join(find_problems(replace(manifest, **fields)))
 
     assert "does not follow from its boxes" in told(
-        boxes={**manifest.boxes, "w": (replace(boxes[0], digest=boxes[1].digest), boxes[1])}
+        boxes={**manifest.boxes, "w": (replace(boxes[0], sum=boxes[1].sum), boxes[1])}
     )
+    other = tuple(replace(one, sum=boxes[0].sum) if one.name == "w" else one for one in manifest.tensors)
+    assert "the sum of tensor 'w' does not follow from its boxes" in told(tensors=other)
+    assert "the root digest does not follow" in told(tensors=other)
     assert "nobody holds [3:5, 0:4]" in told(boxes={**manifest.boxes, "w": boxes[:1]})
-    assert "that nobody holds" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], ranks=()), boxes[1])})
+    assert "at ranks []" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], ranks=()), boxes[1])})
+    for wrong in ({"digest": ""}, {"digest": "md5:" + "0" * 32}, {"sum": ""}, {"sum": boxes[0].digest}):
+        assert "tensor 'w' has a box with" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], **wrong), boxes[1])})
     assert "which is not a tensor of it" in told(boxes={**manifest.boxes, "x": boxes})
     assert "cannot start at" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], start=(-1, 0)), boxes[1])})

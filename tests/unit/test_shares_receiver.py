@@ -10,7 +10,7 @@ import pytest
 from shares_detour import Detour
 from shares_world import columns_of, fetched, model, publish, receiving, rows_of, same, share_of, soon, trainers
 
-from weightcast import LiveModel, Shard
+from weightcast import LiveModel, Shard, Store
 from weightcast.clock import Deadline
 from weightcast.errors import (
     AccessRefused,
@@ -23,10 +23,10 @@ from weightcast.errors import (
     VersionNotFound,
     VersionNotSet,
 )
-from weightcast.tensors.box_digest import array_boxes_digest, box_of
-from weightcast.tensors.boxes import Box, Held
+from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.tensors.digest import array_digest
 from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.sums import array_sum
 from weightcast.transports.base import AcknowledgingReceiver, BoxReceiver, LandingReceiver
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import DepotClient
@@ -82,7 +82,27 @@ def test_whole_tensors_land_and_prove_themselves(four, arrays):
             if entry.nbytes:
                 array = memories[entry.name].view(entry.dtype.numpy).reshape(entry.shape)
                 assert same(array, arrays[entry.name])
-                assert array_boxes_digest(array, manifest.boxes[entry.name]) == entry.digest
+                assert (entry.digest, str(array_sum(entry.sum_spec, array))) == ("", entry.sum)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("tied", [{}, {"zero": "norm", "a_head": "embed"}], ids=["untied", "tied"])
+def test_the_sums_and_the_root_are_those_of_the_same_weights_published_whole(arrays, tmp_path, ranks, tied):
+    whole = Store(tmp_path / "store").publish("step_1", arrays | {name: arrays[holder] for name, holder in tied.items()})
+    with trainers(ranks) as publishers, receiving(publishers) as receiver:
+        for rank, one in enumerate(publishers):
+            share = share_of(arrays, rank, ranks)
+            one.publish("step_1", share | {name: share[holder] for name, holder in tied.items()})
+        manifest = receiver.manifest("step_1", deadline=soon())
+        live = {name: np.zeros_like(array) for name, array in arrays.items()}
+        live |= {name: live[holder] for name, holder in tied.items()}
+        LiveModel(live, source=receiver).update(commit="copy")
+    assert manifest.tied == whole.tied == tied
+    assert {(entry.name, entry.summed_as, entry.sum) for entry in manifest.tensors} == {
+        (entry.name, entry.summed_as, entry.sum) for entry in whole.tensors
+    }
+    assert manifest.root_digest == whole.root_digest
+    assert all(same(live[name], array) for name, array in arrays.items())
 
 
 @pytest.mark.parametrize("commit", ["copy", "swap", "inplace"])
@@ -149,8 +169,15 @@ def test_a_cut_takes_the_boxes_of_a_rank_and_nothing_else(four, arrays):
         found = version.arrays(shard)
         assert all(same(found[name], box_of(arrays[name], box)) for name, box in boxes.items())
         assert receiver.received_nbytes - before <= shard.nbytes + 64 * len(boxes) * 4
-        digests = receiver.held_digests(manifest, held, deadline=soon())
-        assert digests == {entry.name: entry.digest for entry in shard.tensors}
+        assert not any(entry.proof for entry in shard.tensors)  # they are summed when they are staged
+
+        streamed = cut(
+            receiver, manifest, shards,
+            held=None, mode="inplace", checksum=True, deadline=soon(), progress=lambda *_: None,
+        )  # fmt: skip
+
+        sums = {one.spec.name: str(array_sum(one.spec, found[one.spec.name])) for one in held}
+        assert {entry.name: entry.proof for entry in streamed.shard.tensors} == sums
 
 
 def test_a_rank_that_holds_no_element_publishes_all_the_same():

@@ -33,6 +33,7 @@ from weightcast.store.snapshot import DEFAULT_SHARED_DIR, list_snapshots, locate
 from weightcast.store.snapshot.names import legacy_name, manifest_name, part_name, single_name
 from weightcast.tensors.digest import ALGORITHMS, array_digest
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.sums import array_sum
 from weightcast.wire.seal import seal
 from weightcast.wire.snapshot_manifest import decode_snapshot_manifest
 
@@ -248,7 +249,7 @@ def test_files_of_real_paddle_open_under_legacy_names(tmp_path):
     found = [opened(tmp_path, device_id=device_id) for device_id in "123"]
     assert [snapshot.version for snapshot in found] == [None] * 3
     assert [snapshot.algorithm for snapshot in found] == [None] * 3
-    assert found[0].digests == {}
+    assert found[0].entries == {}
     first = {name: (array.dtype, array.tobytes()) for name, array in loaded(found[0]).items()}
     assert first["b"][0] == DType.BF16.numpy
     for snapshot in found[1:]:
@@ -352,7 +353,12 @@ def test_all_dtypes_come_back_bit_for_bit(tmp_path, rng, part_nbytes, form):
     snapshot = opened(tmp_path, rank=3, device_id=UUID)
     assert_holds(snapshot, state)
     assert snapshot.version == "v1"
-    assert snapshot.digests == {name: array_digest(array) for name, array in state.items()}
+    assert {name: entry.digest for name, entry in snapshot.entries.items()} == {
+        name: array_digest(array) for name, array in state.items()
+    }
+    assert {name: entry.sum for name, entry in snapshot.entries.items()} == {
+        name: str(array_sum(snapshot.specs[name], array)) for name, array in state.items()
+    }
     for part in manifest.files:
         with SafetensorsFile(tmp_path / part.file) as file:
             assert all(place.offset % place.spec.dtype.itemsize == 0 for place in file.places.values())
@@ -371,7 +377,9 @@ def test_digests_are_by_the_algorithm_that_was_asked_for(tmp_path, rng, algorith
     write(tmp_path, state, algorithm=algorithm)
     snapshot = opened(tmp_path)
     assert snapshot.algorithm == algorithm
-    assert snapshot.digests == {name: array_digest(array, algorithm) for name, array in state.items()}
+    assert {name: (entry.digest, entry.sum) for name, entry in snapshot.entries.items()} == {
+        name: (array_digest(array, algorithm), str(array_sum(snapshot.specs[name], array))) for name, array in state.items()
+    }
     assert_holds(snapshot, state)
 
 
@@ -543,7 +551,7 @@ def test_new_files_over_old_ones_are_refused_at_every_point_of_the_change(tmp_pa
         shutil.copy(new / part.file, mixed)
     assert "not finished" in problems_of(mixed)
     shutil.copy(new / manifest_name(0, "7"), mixed)
-    assert opened(mixed).digests == opened(new).digests
+    assert opened(mixed).entries == opened(new).entries
 
 
 def test_a_missing_part_is_named(tmp_path, rng):

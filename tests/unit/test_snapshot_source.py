@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 from weightcast import LiveModel, State
 from weightcast.errors import (
@@ -20,7 +21,9 @@ from weightcast.errors import (
 )
 from weightcast.store.snapshot import write_snapshot
 from weightcast.tensors.digest import root_digest
+from weightcast.tensors.sums import array_sum, root_of_sums
 from weightcast.transports.registry import open_receiver
+from weightcast.wire.snapshot_manifest import decode_snapshot_manifest, encode_snapshot_manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "paddle"
 
@@ -50,7 +53,28 @@ def test_every_mode_takes_parts_and_single_files_and_proves_them(tmp_path, new, 
     result = live.update(commit=mode)
     assert (result.version, result.source, result.tensors) == ("step_5", f"snapshot://{tmp_path}?id=3", 6)
     assert all((model[name] == array).all() for name, array in new.items())
+    assert live.root_digest() == root_of_sums((entry.spec, entry.sum) for entry in written.tensors)
+    assert all(entry.sum == str(array_sum(entry.spec, new[entry.name])) for entry in written.tensors)
+
+
+@pytest.mark.parametrize("mode", ["copy", "swap", "inplace"])
+def test_a_snapshot_of_a_release_without_sums_is_proved_by_digests_of_bytes(tmp_path, new, mode):
+    written = write(tmp_path, new, "step_5")
+    older = replace(written, tensors=tuple(replace(entry, sum="") for entry in written.tensors))
+    (path,) = tmp_path.glob("*.json")
+    assert decode_snapshot_manifest(path.read_bytes(), path) == written
+    path.write_bytes(encode_snapshot_manifest(older))
+    model = zeros(new)
+    live = LiveModel(model, source=f"snapshot://{tmp_path}?id=3")
+    assert live.update(commit=mode).version == "step_5"
+    assert all((model[name] == array).all() for name, array in new.items())
     assert live.root_digest() == root_digest((entry.spec, entry.digest) for entry in written.tensors)
+    file = tmp_path / written.files[0].file
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DigestMismatch, match="expected xxh3-128:"):
+        LiveModel(zeros(new), source=f"snapshot://{tmp_path}?id=3").update()
 
 
 def test_each_rank_takes_its_own_shard(tmp_path, new):

@@ -24,6 +24,7 @@ from weightcast.errors import (
     VersionNotSet,
 )
 from weightcast.store import layout
+from weightcast.store.reader import VersionReader
 from weightcast.tensors.dtypes import DType
 
 
@@ -128,6 +129,22 @@ def test_tied_tensors_of_a_mapping_are_written_once(store):
     assert [entry.name for entry in manifest.tensors] == ["embed", "other"]
     loaded = store.load("v")
     assert loaded["head"] is loaded["embed"]
+
+
+def test_tied_bytes_are_summed_under_the_smallest_of_their_names_whichever_holds_them(tmp_path, rng):
+    weight = rng.standard_normal((8, 8)).astype(np.float32)
+    orders = [("embed", "head", "a"), ("head", "a", "embed"), ("a", "embed", "head")]
+    stores = [Store(tmp_path / order[0]) for order in orders]
+    manifests = [one.publish("v", dict.fromkeys(order, weight)) for one, order in zip(stores, orders, strict=True)]
+    alone = Store(tmp_path / "alone").publish("v", {"a": weight})
+    assert [(entry.name, entry.summed_as) for one in manifests for entry in one.tensors] == [
+        ("embed", "a"),
+        ("head", "a"),
+        ("a", ""),
+    ]
+    assert {entry.sum for one in manifests for entry in one.tensors} == {alone.tensors[0].sum}
+    assert {one.root_digest for one in manifests} == {alone.root_digest}
+    assert all(one.verify("v").ok and same_bits(one.load("v")["head"], weight) for one in stores)
 
 
 def test_an_iterator_may_reuse_its_buffer_and_is_never_taken_for_tied(store):
@@ -359,19 +376,33 @@ def test_diff_counts_elements_and_distances(store, tensors):
     assert store.diff("a", "a").equal
 
 
-def test_diff_of_versions_with_different_digests_still_compares_bytes(store, tensors):
+def test_diff_of_versions_with_different_digests_compares_their_sums_and_reads_what_differs(store, tensors, monkeypatch):
     store.publish("a", tensors)
     store.publish("b", tensors, algorithm="blake3")
-    assert store.diff("a", "b").equal
+    store.publish("c", tensors | {"norm": tensors["norm"] + 1}, "full", algorithm="blake3")
     assert store.verify("b").ok
+    read, original = [], VersionReader.read_into
+
+    def noted(self, entry, start, buffer):
+        read.append(entry.name)
+        original(self, entry, start, buffer)
+
+    monkeypatch.setattr(VersionReader, "read_into", noted)
+    diff = store.diff("a", "b")
+    assert (diff.equal, diff.same, read) == (True, len(tensors), [])
+    assert [one.name for one in store.diff("a", "c").tensors] == ["norm"]
+    assert set(read) == {"norm"}
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "blake3", "md5"])
 def test_equal_states_have_equal_roots_however_they_were_cut(tmp_path, tensors, algorithm):
     a = Store(tmp_path / "a").publish("v", tensors, algorithm=algorithm)
     b = Store(tmp_path / "b").publish("w", reversed(tensors.items()), part_nbytes=70_000, algorithm=algorithm)
-    assert a.root_digest == b.root_digest
-    assert a.root_digest.startswith(algorithm)
+    plain = Store(tmp_path / "c").publish("x", tensors)
+    assert a.root_digest == b.root_digest == plain.root_digest  # it is over sums, which have nothing to do with algorithms
+    assert a.root_digest.startswith("sums:")
+    assert all(entry.digest.startswith(f"{algorithm}:") for entry in (*a.tensors, *b.tensors))
+    assert {entry.name: entry.sum for entry in a.tensors} == {entry.name: entry.sum for entry in plain.tensors}
 
 
 # -- links that others planted ---------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ def test_a_delta_version_has_a_payload_and_no_parts_and_proves_the_whole_state(s
     assert (manifest.base.version, manifest.base.root_digest) == ("step_100", full.root_digest)
     assert [entry.name for entry in manifest.tensors] == list(states[1])
     assert {(entry.part, entry.offset) for entry in manifest.tensors} == {(0, 0)}
+    assert all(entry.digest == "" and entry.proof == entry.sum != "" for entry in manifest.tensors)
     assert manifest.root_digest == Store(store.path.with_name("other")).publish("v", states[1]).root_digest
     payload = (layout.version_dir(store.path, "step_101") / "delta-00001.bin").read_bytes()
     assert len(payload) == manifest.payload.nbytes < manifest.nbytes / 10
@@ -170,15 +171,21 @@ def test_a_trainer_that_changes_its_tensors_in_place_publishes_what_they_were(tm
     assert all(same_state(store.load(f"step_{number}"), state) for number, state in enumerate(wanted))
 
 
-def test_tied_names_stay_tied_in_a_delta(store, rng):
+@pytest.mark.parametrize(("head", "summed_as"), [("head", ""), ("a_head", "a_head")])
+def test_tied_names_stay_tied_in_a_delta_and_are_summed_under_the_smallest(store, rng, head, summed_as):
     states = chain_of(rng, 3)
     for number, state in enumerate(states):
-        manifest = store.publish(f"step_{number}", state | {"head": state["bf16"]})
-        assert manifest.tied == {"head": "bf16"}
+        manifest = store.publish(f"step_{number}", state | {head: state["bf16"]})
+        assert manifest.tied == {head: "bf16"}
+        assert manifest.by_name()[head].summed_as == summed_as
+        assert store.verify().ok
     assert kinds_of(store) == ["full", "delta", "delta"]
     loaded = store.load()
-    assert loaded["head"] is loaded["bf16"]
-    assert same_state(loaded, states[2] | {"head": states[2]["bf16"]})
+    assert loaded[head] is loaded["bf16"]
+    assert same_state(loaded, states[2] | {head: states[2]["bf16"]})
+    whole = Store(store.path.with_name("other")).publish("v", states[2] | {head: states[2]["bf16"]})
+    assert whole.root_digest == manifest.root_digest
+    assert {entry.name: entry.sum for entry in whole.tensors} == {entry.name: entry.sum for entry in manifest.tensors}
 
 
 def test_a_fresh_store_object_continues_the_chain(store, rng):
@@ -486,8 +493,9 @@ def test_another_digest_becomes_a_full_version_and_its_successors_deltas(tmp_pat
     manifest = store.publish("step_3", states[3], algorithm="blake3")
     assert kinds_of(store) == ["full", "full", "delta", "delta"]
     assert "blake3" in reasons()[-1]
-    assert manifest.root_digest.startswith("blake3:")
+    assert manifest.root_digest.startswith("sums:")
     assert manifest.payload.digest.startswith("blake3:")
+    assert all(entry.digest.startswith("blake3:") for entry in store.manifest("step_1").tensors)
     assert same_state(store.load(), states[3])
 
 
@@ -512,6 +520,31 @@ def test_a_damaged_base_is_not_built_on(tmp_path, rng, reasons, keep, damaged):
     assert same_state(fresh.load("step_2"), states[2])
 
 
+@pytest.mark.parametrize("as_given", [dict, reused], ids=["mapping", "iterator"])
+@pytest.mark.parametrize("where", ["in an element that changes", "in one that stays", "back to what is published now"])
+def test_damage_of_a_base_is_found_by_its_sum_wherever_it_lies(store, rng, reasons, as_given, where):
+    states = [many_kinds(rng)]
+    states.append({name: array.copy() for name, array in states[0].items()})
+    states[1]["f32"].reshape(-1)[100] = 1.5
+    full = store.publish("step_0", states[0])
+    entry = full.by_name()["f32"]
+    path = layout.version_dir(store.path, "step_0") / full.parts[entry.part].file
+    data = bytearray(path.read_bytes())
+    at = entry.offset + 4 * (200 if where == "in one that stays" else 100)
+    if where == "back to what is published now":
+        data[at : at + 4] = states[1]["f32"].reshape(-1)[100].tobytes()
+    else:
+        data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Conflict, match="tensor f32 of step_0 is damaged"):
+        Store(store.path).publish("step_1", as_given(states[1]), mode="delta")
+    manifest = Store(store.path).publish("step_1", as_given(states[1]))
+    assert manifest.kind == "full"
+    assert "tensor f32 of step_0 is damaged in the store" in reasons()[-1]
+    assert same_state(store.load("step_1"), states[1])
+    assert store.verify("step_1").ok
+
+
 def test_a_base_that_breaks_while_it_is_read_fails_the_publish_and_leaves_nothing(store, rng, monkeypatch):
     states = chain_of(rng, 2)
     store.publish("step_0", states[0])
@@ -519,7 +552,7 @@ def test_a_base_that_breaks_while_it_is_read_fails_the_publish_and_leaves_nothin
 
     def break_late(self, name, start, stop):
         reads.append(name)
-        if len(reads) > 25:  # after the proof
+        if len(reads) > 25:  # some tensors are encoded by then
             raise StorageFailed("read", store.path, OSError(5, "Input/output error"))
         return original(self, name, start, stop)
 

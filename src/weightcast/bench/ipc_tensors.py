@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from weightcast.errors import InvalidInput
-from weightcast.tensors.digest import array_digest, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import array_sum, root_of_sums
 
 LAYERS = 10
 LEAST_NBYTES = 1 << 20
@@ -83,6 +83,5 @@ def blank_tensors(nbytes: int) -> dict[str, Array]:
 
 def digest_of(tensors: Mapping[str, Array]) -> str:
     """The root digest of BF16 tensors."""
-    return root_digest(
-        (TensorSpec(name=name, dtype=DType.BF16, shape=array.shape), array_digest(array)) for name, array in tensors.items()
-    )
+    specs = {name: TensorSpec(name=name, dtype=DType.BF16, shape=array.shape) for name, array in tensors.items()}
+    return root_of_sums((spec, str(array_sum(spec, tensors[name]))) for name, spec in specs.items())

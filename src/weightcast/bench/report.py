@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weightcast.delta.kernels import Backend, installed
+from weightcast.tensors.kernels import Backend, installed
 
 Row = Mapping[str, Any]
 At = Literal["most", "least"]

@@ -32,7 +32,15 @@ _SECTIONS = {
     "Weights": ("--source", "--follow", "--follow-poll", "--state-dir", "--rsync-config"),
     "HTTP": ("--host", "--port", "--port-file"),
     "Access": ("--api-key-file", "--control-token-file", "--allow-source", "--allow-host", "--legacy-get"),
-    "Memory and load": ("--kv-cache", "--block-size", "--no-prefix-cache", "--max-length", "--max-batch", "--max-queue"),
+    "Memory and load": (
+        "--scrub-share",
+        "--kv-cache",
+        "--block-size",
+        "--no-prefix-cache",
+        "--max-length",
+        "--max-batch",
+        "--max-queue",
+    ),
     "Deadlines": ("--heartbeat", "--start-timeout", "--request-timeout", "--drain-timeout"),
 }
 
@@ -124,6 +132,14 @@ _SECTIONS = {
 )
 @click.option("--threads", type=_COUNT, help="Of each rank on a CPU.  [default: the cores divided by the ranks]")
 @click.option(
+    "--scrub-share",
+    type=click.FloatRange(min=0, max=1),
+    default=_ENGINE.scrub_share,
+    show_default=True,
+    metavar="X",
+    help="Of one core, that each rank takes to compare live weights with what was committed; 0: none.",
+)
+@click.option(
     "--heartbeat",
     type=_SECONDS,
     default=_ENGINE.heartbeat_s,
@@ -186,6 +202,7 @@ def serve(
     no_prefix_cache: bool,
     graphs: Graphs,
     threads: int | None,
+    scrub_share: float,
     heartbeat: float,
     start_timeout: float,
     request_timeout: float,
@@ -275,6 +292,7 @@ def serve(
         graphs=graphs,
         threads=threads,
         heartbeat_s=heartbeat,
+        scrub_share=scrub_share,
         start_timeout_s=start_timeout,
     )
     server = ServerSettings(

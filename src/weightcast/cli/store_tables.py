@@ -34,7 +34,7 @@ def tensor_table(manifest: Manifest, changes: DeltaReport | None) -> Table:
         found = by_name.get(entry.name)
         middle = [found.form, f"{found.density:.4%}"] if found else [str(entry.part + 1)]
         shape = ", ".join(map(str, entry.shape))
-        drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), *middle, entry.digest)
+        drawn.add_row(entry.name, entry.dtype, f"[{shape}]", size(entry.nbytes), *middle, entry.proof)
     for name, holder in manifest.tied.items():
         drawn.add_row(name, *[""] * (len(columns) - 2), f"= {holder}")
     return drawn

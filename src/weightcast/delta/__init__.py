@@ -12,11 +12,11 @@ from weightcast.delta.container import Packing
 from weightcast.delta.decoder import decode, decode_chain
 from weightcast.delta.edit import Edit, prepare
 from weightcast.delta.encoder import Encoder, encode, pack
-from weightcast.delta.kernels import warm_up
 from weightcast.delta.placement import slice_delta as slice  # noqa: A004 - named for what it does; use as delta.slice
 from weightcast.delta.report import DeltaReport, TensorReport, inspect
 from weightcast.delta.sparse import Delta, TensorDelta, fold, invert
 from weightcast.delta.states import ArrayState, MovedState, State
+from weightcast.tensors.kernels import warm_up
 
 __all__ = [
     "ArrayState",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightcast.delta.container import read_table
+from weightcast.delta.container import Table, read_table
 from weightcast.delta.decoder import decode
 from weightcast.delta.edit import Edit, Memories, move_tensor, prepare
 from weightcast.delta.memory import memory_of
 from weightcast.delta.sparse import Delta, check_specs
 from weightcast.delta.states import ArrayState, state_root
 from weightcast.errors import BaseVersionMismatch, CommitFailed, DeltaCorrupt
-from weightcast.tensors.digest import algorithm_of
 from weightcast.tensors.flat import Buffer
-from weightcast.tensors.spec import TensorSpec
 
 
 def apply(
@@ -25,16 +23,16 @@ def apply(
     out the first comparison, for a caller who has made it. On any failure the target is as it was.
     """
     state = ArrayState(target)
-    specs, base_root = (delta.specs, delta.base_root) if isinstance(delta, Delta) else _promised(delta, state)
-    check_specs(specs, state.specs)
+    promised = delta if isinstance(delta, Delta) else read_table(memoryview(delta), state.specs)
+    check_specs(promised.specs, state.specs)
     if check_base:  # before decoding: along another base, classes would decode to nonsense
-        _check_base(base_root, state)
+        _check_base(promised, state)
     sparse = delta if isinstance(delta, Delta) else decode(delta, state, threads=threads)
     memories = {name: memory_of(name, tensor) for name, tensor in target.items()}
     edit = prepare(memories, sparse)
     try:
         edit.finish(memories)
-        _check_result(sparse.new_root, ArrayState(target))
+        _check_result(sparse, ArrayState(target))
     except BaseException as error:
         _take_back(edit, memories, error)
         raise
@@ -62,23 +60,19 @@ def _take_back(edit: Edit, memories: Memories, error: BaseException) -> None:
         raise torn from error
 
 
-def _promised(data: Buffer, state: ArrayState) -> tuple[Mapping[str, TensorSpec], str]:
-    table = read_table(memoryview(data), state.specs)
-    return table.specs, table.base_root
-
-
-def _check_base(base_root: str, state: ArrayState) -> None:
+def _check_base(promised: Delta | Table, state: ArrayState) -> None:
     """Refuse a state that is not the one a delta was made on."""
+    base_root = promised.base_root
     if not base_root:
         return
-    found = state_root(state, algorithm_of(base_root))
+    found = state_root(state, base_root, promised.summed_as)
     if found != base_root:
         raise BaseVersionMismatch(version=None, base=None, base_root=base_root, serving=None, serving_root=found)
 
 
-def _check_result(new_root: str, state: ArrayState) -> None:
-    if not new_root:
+def _check_result(delta: Delta, state: ArrayState) -> None:
+    if not delta.new_root:
         return
-    found = state_root(state, algorithm_of(new_root))
-    if found != new_root:
-        raise DeltaCorrupt(f"applied, the state has root {found}, and not {new_root} as it says; it was undone")
+    found = state_root(state, delta.new_root, delta.summed_as)
+    if found != delta.new_root:
+        raise DeltaCorrupt(f"applied, the state has root {found}, and not {delta.new_root} as it says; it was undone")

@@ -14,12 +14,13 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt, InvalidInput, UnsupportedFormat
-from weightcast.tensors.digest import algorithm_of, raw_digest
+from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.lanes import kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
+from weightcast.wire.manifest import is_digest
 
 Packing = Literal["gaps", "classes"]
 Form = Literal["sparse", "dense", "raw"]
@@ -27,7 +28,7 @@ PACKINGS: tuple[Packing, ...] = get_args(Packing)
 FORMS: tuple[Form, ...] = get_args(Form)
 
 MAGIC = b"wcdelta\n"
-FORMAT = 1
+FORMAT = 2  # 1 had no names to sum tensors under
 MAX_CHUNK_LANES = 1 << 24
 MAX_TABLE_NBYTES = 1 << 28
 MAX_TABLE_RATIO = 1024  # how far a table may shrink; one about 36,000 tensors of which none changes shrinks to a 62nd
@@ -63,13 +64,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Table:
-    """What is in a packed delta. Blocks that are in no chunk do not change."""
+    """What is in a packed delta. Blocks that are in no chunk do not change.
+
+    `summed_as` has the names that tensors are summed under for the roots, where these are not their own.
+    """
 
     packing: Packing
     base_root: str
     new_root: str
     specs: Mapping[str, TensorSpec]
     chunks: tuple[Chunk, ...]
+    summed_as: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,10 +94,17 @@ class ContainerWriter:
         self.chunks.append(Chunk(form, blocks, self.nbytes, len(frame), raw_digest(frame)))
         self._put(frame)
 
-    def finish(self, specs: Mapping[str, TensorSpec], *, base_root: str, new_root: str) -> Table:
+    def finish(
+        self,
+        specs: Mapping[str, TensorSpec],
+        *,
+        base_root: str,
+        new_root: str,
+        summed_as: Mapping[str, str] | None = None,
+    ) -> Table:
         """Write the table and the tail."""
         _check_roots(base_root, new_root)
-        table = Table(self.packing, base_root, new_root, specs, tuple(self.chunks))
+        table = Table(self.packing, base_root, new_root, specs, tuple(self.chunks), summed_as or {})
         raw = _table_bytes(table)
         packed = compress(raw)
         offset = self.nbytes
@@ -117,8 +129,8 @@ def read_table(data: memoryview, specs: Mapping[str, TensorSpec] | None = None) 
     magic, number, packing, _ = _HEAD.unpack_from(data)
     if magic != MAGIC:
         raise DeltaCorrupt("it does not begin like one")
-    if number != FORMAT:
-        raise UnsupportedFormat(f"the delta has format {number}; this release reads {FORMAT}. Upgrade weightcast.")
+    if not 1 <= number <= FORMAT:
+        raise UnsupportedFormat(f"the delta has format {number}; this release reads up to {FORMAT}. Upgrade weightcast.")
     check_table(data, specs)
     offset, packed_nbytes, raw_nbytes, seal, magic = _TAIL.unpack_from(data, len(data) - _TAIL.size)
     if magic != MAGIC or offset < _HEAD.size or offset + packed_nbytes + _TAIL.size != len(data):
@@ -130,11 +142,19 @@ def read_table(data: memoryview, specs: Mapping[str, TensorSpec] | None = None) 
         raise DeltaCorrupt(f"packing {packing} is not known")
     raw = decompress(packed, raw_nbytes, "the table")
     try:
-        table = _parse_table(_Reader(raw), PACKINGS[packing])
+        table = _parse_table(_Reader(raw), PACKINGS[packing], number)
     except (struct.error, UnicodeDecodeError, ValueError, InvalidInput, IndexError) as error:
         raise DeltaCorrupt(f"its table cannot be read: {error}") from error
     _check_places(table, end=offset)
     return table
+
+
+def packing_of(data: memoryview) -> Packing:
+    """How a packed delta is packed, told by its head alone. Raises `DeltaCorrupt`."""
+    magic, packing = _HEAD.unpack_from(data)[0:3:2] if len(data) >= _HEAD.size else (b"", 0)
+    if magic != MAGIC or packing >= len(PACKINGS):
+        raise DeltaCorrupt("it does not begin like one")
+    return PACKINGS[int(packing)]
 
 
 def check_table(data: memoryview, specs: Mapping[str, TensorSpec] | None) -> None:
@@ -152,7 +172,7 @@ def check_table(data: memoryview, specs: Mapping[str, TensorSpec] | None) -> Non
 
 def _most_table_nbytes(specs: Mapping[str, TensorSpec]) -> int:
     """Twice what a table about these tensors takes if each of their blocks has a chunk, and a little."""
-    texts = sum(len(spec.name.encode()) + 8 * len(spec.shape) + 16 for spec in specs.values())
+    texts = sum(2 * len(spec.name.encode()) + 8 * len(spec.shape) + 16 for spec in specs.values())
     blocks = sum(1 + lane_count(spec) // BLOCK_LANES for spec in specs.values())
     return (64 << 10) + 2 * (texts + blocks * _BLOCK_NBYTES)
 
@@ -168,7 +188,8 @@ def frame_of(data: memoryview, chunk: Chunk) -> memoryview:
 def _check_roots(*roots: str) -> None:
     """Raise `InvalidInput` for a root that is neither empty nor a digest."""
     for root in filter(None, roots):
-        algorithm_of(root)
+        if not is_digest(root):
+            raise InvalidInput(f"{root[:80]!r} is not a root digest.")
 
 
 def _seal(head: bytes, packed: bytes, offset: int, raw_nbytes: int) -> bytes:
@@ -193,6 +214,7 @@ def _table_bytes(table: Table) -> bytes:
     parts = [_text(table.base_root), _text(table.new_root), struct.pack("<I", len(table.specs))]
     for spec in table.specs.values():
         parts += [_text(spec.name), _text(spec.dtype), struct.pack(f"<B{len(spec.shape)}Q", len(spec.shape), *spec.shape)]
+        parts.append(_text(table.summed_as.get(spec.name, "")))
     parts += [struct.pack("<I", len(table.chunks)), *(column.tobytes() for column in columns)]
     return b"".join([*parts, *(chunk.digest for chunk in table.chunks)])
 
@@ -233,10 +255,11 @@ class _Reader:
             raise ValueError(f"{len(self._data) - self._at} bytes are left over")
 
 
-def _parse_table(reader: _Reader, packing: Packing) -> Table:
+def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
     base_root, new_root = reader.text(), reader.text()
     _check_roots(base_root, new_root)
     specs: dict[str, TensorSpec] = {}
+    summed_as: dict[str, str] = {}
     for _ in range(reader.number("<I")):
         spec = TensorSpec(
             name=reader.text(),
@@ -246,6 +269,9 @@ def _parse_table(reader: _Reader, packing: Packing) -> Table:
         if spec.name in specs or spec.nbytes >> 62:
             raise ValueError(f"tensor {spec.name!r} is listed twice, or larger than any memory")
         specs[spec.name] = spec
+        other = reader.text() if number > 1 else ""
+        if other:
+            summed_as[spec.name] = TensorSpec(name=other, dtype=spec.dtype, shape=spec.shape).name
     count = reader.number("<I")
     sizes, forms, nbytes = reader.column("<u4", count), reader.column("u1", count), reader.column("<u8", count)
     total = int(sizes.sum())
@@ -265,7 +291,7 @@ def _parse_table(reader: _Reader, packing: Packing) -> Table:
         chunks.append(Chunk(FORMS[form], tuple(blocks[first : first + size]), offset, length, digest))
         offset, first = offset + length, first + size
     reader.check_end()
-    return Table(packing, base_root, new_root, specs, tuple(chunks))
+    return Table(packing, base_root, new_root, specs, tuple(chunks), summed_as)
 
 
 def _check_blocks(

@@ -10,8 +10,6 @@ import numpy as np
 
 from weightcast.delta.container import Chunk, Table, frame_of, read_table
 from weightcast.delta.encoder import default_threads
-from weightcast.delta.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
-from weightcast.delta.lanes import kind_of
 from weightcast.delta.planes import unpack_planes, unpack_raw
 from weightcast.delta.runs import Run, assemble
 from weightcast.delta.sparse import Delta, check_specs, fold
@@ -19,6 +17,8 @@ from weightcast.delta.states import MovedState, State, as_state
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer
+from weightcast.tensors.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
+from weightcast.tensors.lanes import kind_of
 from weightcast.tensors.spec import TensorSpec
 
 
@@ -54,7 +54,8 @@ def decode(
             decoded = list(pool.map(job.decode, table.chunks))
     else:
         decoded = [job.decode(chunk) for chunk in table.chunks]
-    return Delta(table.specs, assemble(table.specs, chain(*decoded)), table.base_root, table.new_root)
+    tensors = assemble(table.specs, chain(*decoded))
+    return Delta(table.specs, tensors, table.base_root, table.new_root, table.summed_as)
 
 
 def decode_chain(

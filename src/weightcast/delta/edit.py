@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weightcast.delta.kernels import Indices
-from weightcast.delta.lanes import Lanes, index_dtype, kind_of, lane_count, mapped, unmapped
 from weightcast.delta.memory import LaneMemory, check_indices
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
+from weightcast.tensors.kernels import Indices
+from weightcast.tensors.lanes import Lanes, index_dtype, kind_of, lane_count, mapped, unmapped
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.decoding import decode
 

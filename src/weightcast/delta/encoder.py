@@ -7,24 +7,27 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.delta.container import Block, ContainerWriter, Form, Packing, Table
 from weightcast.delta.grouping import ByBlock, ByClass, Changed, Grouping, changed_in
-from weightcast.delta.kernels import Backend, kernels
-from weightcast.delta.lanes import LaneKind, Lanes, kind_of, lane_count
 from weightcast.delta.planes import pack_planes, pack_raw
 from weightcast.delta.runs import Run, assemble
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
-from weightcast.delta.states import CHUNK_LANES, State, as_state, block_ranges, state_root
+from weightcast.delta.states import CHUNK_LANES, State, as_state, block_ranges
 from weightcast.delta.streams import pack_groups
 from weightcast.errors import InvalidInput
+from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.kernels import Backend, kernels
+from weightcast.tensors.lanes import LaneKind, Lanes, index_dtype, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Sum, change_sum, range_sum, root_of_sums
 
 _DENSE_SHARE = 3  # below every third lane changed, sparse was cheapest in all that was measured
 _DENSE_LANES = 4096  # smaller blocks stay in their chunk: a frame of their own costs more than it saves
@@ -53,10 +56,13 @@ def encode(
     with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
         for name, spec in old_state.specs.items():
             encoder.add(spec, _reader(old_state, name), _reader(new_state, name))
-        encoder.finish(
-            base_root=state_root(old_state) if base_root is None else base_root,
-            new_root=state_root(new_state) if new_root is None else new_root,
-        )
+        encoder.flush()
+        if new_root is None:
+            new_root = root_of_sums((spec, str(encoder.sums[name])) for name, spec in old_state.specs.items())
+        if base_root is None:
+            before = ((spec, str(encoder.sums[name] - encoder.grown[name])) for name, spec in old_state.specs.items())
+            base_root = root_of_sums(before)
+        encoder.finish(base_root=base_root, new_root=new_root)
     return b"".join(pieces)
 
 
@@ -78,6 +84,7 @@ def pack(
     with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
         for name, spec in delta.specs.items():
             tensor = delta.tensors.get(name)
+            encoder.summed_as |= {name: delta.summed_as[name]} if name in delta.summed_as else {}
             if tensor is not None:
                 encoder.add_known(tensor, _reader(state, name) if state is not None else None)
             else:
@@ -110,10 +117,11 @@ _Frame = tuple[Form, tuple[Block, ...], bytes]
 
 
 class _Encoded(NamedTuple):
-    """A chunk: its frames, and its changes if they are collected."""
+    """A chunk: its frames, its changes if they are collected, and what its blocks add to `Encoder.sums` and `grown`."""
 
     frames: list[_Frame]
     runs: list[Run]
+    sums: list[tuple[str, Sum, Sum]]
 
 
 @dataclass
@@ -132,6 +140,9 @@ class Encoder:
     Small tensors share chunks, so that a delta of many of them costs no more than one of a few. The changes are also
     kept in sparse form, for `delta`, as long as that takes no more than `collect_nbytes`. Any call raises `TooManyChanges`
     once more than `most_changes` were written. A context manager: leaving it stops the threads.
+
+    After `flush`, `sums` has the sum of each tensor that was compared with its base, and `grown` by how much its changes
+    make the sum of the base grow: if base and `grown` do not add up to it, the base was not what its sum says.
     """
 
     def __init__(
@@ -145,6 +156,9 @@ class Encoder:
         most_changes: float = math.inf,
     ) -> None:
         self.changes = 0  # that were written so far
+        self.sums: dict[str, Sum] = {}
+        self.grown: dict[str, Sum] = {}
+        self.summed_as: dict[str, str] = {}
         self._most_changes = most_changes
         self._kernels = kernels(backend)
         self._packing = packing
@@ -153,6 +167,7 @@ class Encoder:
         self._threads = default_threads() if threads is None else threads
         self._container = ContainerWriter(write, packing)
         self._specs: dict[str, TensorSpec] = {}
+        self._sum_specs: dict[str, TensorSpec] = {}
         self._open: dict[LaneKind, _OpenChunk] = {}
         self._jobs: deque[Future[_Encoded]] = deque()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-encode") if self._threads > 1 else None
@@ -162,12 +177,18 @@ class Encoder:
         """Bytes written so far."""
         return self._container.nbytes
 
-    def add(self, spec: TensorSpec, old: LaneReader, new: LaneReader, *, borrowed: bool = False) -> None:
+    def add(
+        self, spec: TensorSpec, old: LaneReader, new: LaneReader, *, borrowed: bool = False, summed_as: str | None = None
+    ) -> None:
         """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over.
 
-        `old` is called here, for one range after the other.
+        `old` is called here, for one range after the other. `summed_as` is the name to sum it under, if not its own.
         """
         kind = self._take(spec)
+        if summed_as is not None:
+            self.summed_as[spec.name] = summed_as
+        self._sum_specs[spec.name] = spec if summed_as is None else replace(spec, name=summed_as)
+        self.sums[spec.name] = self.grown[spec.name] = Sum()
         for start, stop in block_ranges(lane_count(spec)):
             before, lanes = old(start, stop), new(start, stop).copy() if borrowed else None
             scan = partial(_scanned, lanes, partial(new, start, stop))
@@ -188,19 +209,23 @@ class Encoder:
         for start, stop in block_ranges(lane_count(spec)):  # they take room in a chunk as they do in `add`: equal bytes
             self._put(kind, _Pending(spec.name, start, stop - start, lambda *_: nothing, None))
 
-    def finish(self, *, base_root: str, new_root: str) -> Table:
-        """Write what is open, and the table. The delta is complete with it."""
+    def flush(self) -> None:
+        """Encode and write everything that was added."""
         for kind in list(self._open):
             self._close_chunk(kind)
         while self._jobs:
             self._write(self._jobs.popleft())
-        return self._container.finish(self._specs, base_root=base_root, new_root=new_root)
+
+    def finish(self, *, base_root: str, new_root: str) -> Table:
+        """Write what is open, and the table. The delta is complete with it."""
+        self.flush()
+        return self._container.finish(self._specs, base_root=base_root, new_root=new_root, summed_as=self.summed_as)
 
     def delta(self, *, base_root: str, new_root: str) -> Delta | None:
         """What was encoded, in sparse form, after `finish`; None if that was not to be kept, or was too much."""
         if self._runs is None:
             return None
-        return Delta(self._specs, assemble(self._specs, self._runs), base_root, new_root)
+        return Delta(self._specs, assemble(self._specs, self._runs), base_root, new_root, self.summed_as)
 
     def __enter__(self) -> Encoder:
         return self
@@ -239,6 +264,9 @@ class Encoder:
         for frame in encoded.frames:
             self._container.add(*frame)
             self.changes += sum(block.changes for block in frame[1])
+        for name, total, grown in encoded.sums:
+            self.sums[name] += total
+            self.grown[name] += grown
         if self.changes > self._most_changes:
             raise TooManyChanges
         if self._runs is not None:
@@ -252,10 +280,13 @@ class Encoder:
         frames: list[_Frame] = []
         sparse: list[Block] = []
         runs: list[Run] = []
+        sums: list[tuple[str, Sum, Sum]] = []
         groups: Grouping = (ByClass if self._packing == "classes" else ByBlock)(kind, self._kernels)
         for block in pending:
             old = block.old() if block.old is not None else None
             changed = block.changed(groups, old)
+            if old is not None and changed.new is not None:
+                sums.append(self._sum(block, old, changed.new, changed.indices))
             if not len(changed.indices):
                 continue
             if self._runs is not None:
@@ -269,7 +300,14 @@ class Encoder:
                 groups.add(old, changed)
         if sparse:
             frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
-        return _Encoded(frames, runs)
+        return _Encoded(frames, runs, sums)
+
+    def _sum(self, block: _Pending, old: Lanes, new: Lanes, changed: NDArray[np.uint32]) -> tuple[str, Sum, Sum]:
+        """What a block that was compared adds to the sum of its tensor, and to its growth."""
+        spec = self._sum_specs[block.tensor]
+        total = range_sum(spec, block.start * new.itemsize, flat_bytes(new))
+        places = changed + index_dtype(lane_count(spec)).type(block.start)
+        return block.tensor, total, change_sum(spec, places, old[changed], new[changed])
 
     def _dense_frame(self, changed: Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
         """The frame of a block that is cheaper with a step for every lane; None if it is not."""
@@ -293,7 +331,8 @@ def _given(lanes: Lanes) -> Lanes:
 def _scanned(lanes: Lanes | None, new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:
     if old is None:
         raise InvalidInput("there is no base to compare with.")
-    return groups.scan(old, new() if lanes is None else lanes)
+    now = new() if lanes is None else lanes
+    return groups.scan(old, now)._replace(new=now)
 
 
 def _known(tensor: TensorDelta, start: int, stop: int, groups: Grouping, old: Lanes | None) -> Changed:  # noqa: ARG001

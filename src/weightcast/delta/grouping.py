@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.kernels import Kernels, Numbers
-from weightcast.delta.lanes import LaneKind, Lanes, Steps
 from weightcast.delta.sparse import TensorDelta, span
 from weightcast.delta.streams import Groups
 from weightcast.errors import InvalidInput
+from weightcast.tensors.kernels import Kernels, Numbers
+from weightcast.tensors.lanes import LaneKind, Lanes, Steps
 
 
 class Classed(NamedTuple):
@@ -28,6 +28,7 @@ class Changed(NamedTuple):
     indices: NDArray[np.uint32]
     steps: Steps
     classed: Classed | None = None
+    new: Lanes | None = None  # all lanes of the block as they are now, where it was compared
 
 
 class Grouping(Protocol):

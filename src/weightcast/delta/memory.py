@@ -6,11 +6,11 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from weightcast.delta.kernels import Indices, kernels
-from weightcast.delta.lanes import Lanes, kind_of, lane_count
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.bridges import framework_of, host_array, spec_of
 from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.kernels import Indices, kernels
+from weightcast.tensors.lanes import Lanes, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.lanes import Steps, index_dtype, lane_count, lanes_per_element
 from weightcast.delta.sparse import Delta, TensorDelta, normal_form, span
 from weightcast.errors import DeltaDoesNotFit, Mismatch
 from weightcast.tensors.boxes import Box, Held, Placement
+from weightcast.tensors.lanes import Steps, index_dtype, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 
 Changes = tuple[NDArray[np.int64], Steps]

@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 
-from weightcast.delta.lanes import SIGNED, UNSIGNED, Steps, from_zigzag, to_zigzag
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt
+from weightcast.tensors.lanes import SIGNED, UNSIGNED, Steps, from_zigzag, to_zigzag
 
 
 def pack_planes(steps: Steps) -> bytes:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weightcast.delta.container import Packing, Table, read_table
-from weightcast.delta.lanes import lane_count
 from weightcast.delta.sparse import Delta
 from weightcast.tensors.flat import Buffer
+from weightcast.tensors.lanes import lane_count
 
 TensorForm = Literal["skip", "sparse", "dense", "raw", "mixed"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.lanes import Steps, index_dtype, lane_count
 from weightcast.delta.sparse import TensorDelta, normal_form
+from weightcast.tensors.lanes import Steps, index_dtype, lane_count
 from weightcast.tensors.spec import TensorSpec
 
 

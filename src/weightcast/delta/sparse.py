@@ -6,13 +6,13 @@ Steps are differences of mapped lanes (see `lanes`) modulo 2^bits: they add, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from weightcast.delta.kernels import Indices, kernels
-from weightcast.delta.lanes import Steps, index_dtype, kind_of, lane_count
 from weightcast.errors import BaseVersionMismatch, DeltaDoesNotFit, Mismatch
+from weightcast.tensors.kernels import Indices, kernels
+from weightcast.tensors.lanes import Steps, index_dtype, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
 
 SPARSE_SHARE = 4  # up to every fourth lane changed is kept as indices, beyond that as a step for every lane
@@ -42,12 +42,14 @@ class Delta:
     """From one state to another: tensors that do not change are in `specs` only.
 
     `base_root` and `new_root` are the root digests of the two states, empty where they are not known (a slice of a delta).
+    `summed_as` has the names that tensors are summed under for them, where these are not their own: those of tied bytes.
     """
 
     specs: Mapping[str, TensorSpec]
     tensors: Mapping[str, TensorDelta]
     base_root: str = ""
     new_root: str = ""
+    summed_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def changes(self) -> int:
@@ -107,7 +109,7 @@ def fold(a: Delta, b: Delta) -> Delta:
         folded = _fold_tensor(first, second) if first and second else first or second
         if folded is not None and len(folded.steps) and folded.changes:
             tensors[name] = folded
-    return Delta(a.specs, tensors, a.base_root, b.new_root)
+    return Delta(a.specs, tensors, a.base_root, b.new_root, b.summed_as or a.summed_as)
 
 
 def _fold_tensor(a: TensorDelta, b: TensorDelta) -> TensorDelta:

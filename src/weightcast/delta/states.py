@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
-from weightcast.delta.kernels import kernels
-from weightcast.delta.lanes import Lanes, kind_of, lane_count, lane_range
 from weightcast.delta.sparse import Delta, every_step, span
 from weightcast.tensors.bridges import host_array, spec_of
-from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher, root_digest
+from weightcast.tensors.digest import algorithm_of, root_digest
 from weightcast.tensors.flat import Array
+from weightcast.tensors.kernels import kernels
+from weightcast.tensors.lanes import Lanes, kind_of, lane_count, lane_range
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import ROOT_LABEL, Sum, root_of_sums, tensor_hasher
 
 CHUNK_LANES = 1 << 23  # lanes that are worked on at once: enough for small chunks to cost little, few enough for memory
 
@@ -94,14 +96,25 @@ def block_ranges(lanes: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_LANES, lanes)) for start in range(0, lanes, CHUNK_LANES)]
 
 
-def tensor_digest(state: State, name: str, algorithm: Algorithm = DEFAULT) -> str:
-    """The digest of one tensor of a state."""
-    hasher = Hasher(algorithm)
+def tensor_proof(state: State, name: str, expected: str, summed_as: str | None = None) -> str:
+    """The digest of one tensor of a state, of the same kind as `expected`: its sum, or a digest of its bytes."""
+    spec = state.specs[name]
+    hasher = tensor_hasher(spec if summed_as is None else replace(spec, name=summed_as), expected)
     for start, stop in block_ranges(lane_count(state.specs[name])):
         hasher.update(state.lanes(name, start, stop).view(np.uint8).data)
     return hasher.digest()
 
 
-def state_root(state: State, algorithm: Algorithm = DEFAULT) -> str:
-    """The root digest of a state."""
-    return root_digest(((spec, tensor_digest(state, name, algorithm)) for name, spec in state.specs.items()), algorithm)
+def state_root(state: State, expected: str, summed_as: Mapping[str, str] | None = None) -> str:
+    """The root digest of a state, of the same kind as `expected`: over sums, or over digests of bytes.
+
+    `summed_as` has the names that tensors are summed under, where these are not their own.
+    """
+    if expected.startswith(f"{ROOT_LABEL}:"):
+        names = {name: (summed_as or {}).get(name, name) for name in state.specs}
+        return root_of_sums(
+            (replace(spec, name=names[name]), tensor_proof(state, name, str(Sum()), names[name]))
+            for name, spec in state.specs.items()
+        )
+    proofs = ((spec, tensor_proof(state, name, expected)) for name, spec in state.specs.items())
+    return root_digest(proofs, algorithm_of(expected))

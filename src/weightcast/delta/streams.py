@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.kernels import Kernels, Numbers
-from weightcast.delta.lanes import UNSIGNED, Steps, from_zigzag, to_zigzag
-from weightcast.delta.numbers import bit_count, shift_for
 from weightcast.delta.zstd import compress, decompress, stated_nbytes
 from weightcast.errors import DeltaCorrupt
+from weightcast.tensors.kernels import Kernels, Numbers
+from weightcast.tensors.kernels.numbers import bit_count, shift_for
+from weightcast.tensors.lanes import UNSIGNED, Steps, from_zigzag, to_zigzag
 
 _HEAD = struct.Struct("<7I")
 _ESCAPE = 15  # a nibble that sends the reader to the stream of large steps

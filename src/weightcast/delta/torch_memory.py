@@ -10,9 +10,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from weightcast.delta.kernels import Indices
-from weightcast.delta.lanes import Lanes, kind_of
 from weightcast.errors import UnsupportedTensor
+from weightcast.tensors.kernels import Indices
+from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
 
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

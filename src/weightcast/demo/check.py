@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from weightcast.clock import Deadline
 from weightcast.demo.engine_client import EngineClient, LiveBox
 from weightcast.tensors.bridges import host_array, spec_of
-from weightcast.tensors.digest import array_digest, root_digest
+from weightcast.tensors.digest import array_digest
 from weightcast.tensors.flat import Array
+from weightcast.tensors.sums import array_sum, root_of_sums
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,8 @@ def compare(engine: EngineClient, version: str, tensors: Mapping[str, torch.Tens
             for one in rank.digests[name]
             if not _same(one, array)
         ]
-    root = root_digest((spec_of(name, tensor), array_digest(arrays[name])) for name, tensor in tensors.items())
+    specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+    root = root_of_sums((spec, str(array_sum(spec, arrays[name]))) for name, spec in specs.items())
     return Comparison(root, len(arrays), boxes, problems)
 
 

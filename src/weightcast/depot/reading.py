@@ -13,7 +13,6 @@ import numpy as np
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, MovedState, move
 from weightcast.delta import slice as slice_delta
-from weightcast.delta.lanes import Lanes, kind_of, lanes_per_element
 from weightcast.depot.holding import Holding, Shelf
 from weightcast.depot.once import Once
 from weightcast.errors import Conflict, DigestMismatch, NotFound
@@ -23,10 +22,11 @@ from weightcast.store.chain import Chain, fold_deltas, resolve
 from weightcast.store.part_state import PartState
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import DEFAULT, Hasher
 from weightcast.tensors.flat import Array, Buffer, Bytes, empty, flat_bytes, from_bytes
+from weightcast.tensors.lanes import Lanes, kind_of, lanes_per_element
 from weightcast.tensors.placing import Check
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import tensor_hasher
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 BLOCK_NBYTES = 4 << 20  # read, hashed and sent at a time
@@ -299,7 +299,7 @@ def _prove(tensors: Tensors, entry: TensorEntry, deadline: Deadline, what: str) 
     wanted = _promised(manifest, entry, box) if box is not None else ""
     if box is None or not wanted:
         return
-    hasher = Hasher(manifest.algorithm or DEFAULT)
+    hasher = tensor_hasher(entry.sum_spec, wanted)
     bounce = np.empty(BOUNCE_NBYTES, dtype=np.uint8)
     for block in box_blocks(tensors, entry, box, bounce):
         deadline.check(what)
@@ -313,7 +313,7 @@ def _promised(manifest: Manifest, entry: TensorEntry, box: Box) -> str:
     if entry.name in manifest.boxes:
         same = (one.digest for one in manifest.boxes[entry.name] if Box(one.start, one.shape) == box)
         return next(same, "")
-    return entry.digest if box == Box.whole(entry.shape) else ""
+    return entry.proof if box == Box.whole(entry.shape) else ""
 
 
 def box_blocks(tensors: Tensors, entry: TensorEntry, box: Box, bounce: Bytes) -> Iterator[Buffer]:

@@ -89,13 +89,19 @@ class UpdateStatus(msgspec.Struct, kw_only=True):
 
 
 class RankWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds. `state` is that of its live model; `shard_digest` is over its own slices, once proved."""
+    """What one rank holds. `state` is that of its live model; `shard_digest` is over its own slices, once proved.
+
+    `scrub_period_s` is how long the last pass of the scrubber over all live weights took, `scrubbed` the Unix time at which
+    it ended without a finding: damage to weights that no commit changed is found within a period. 0: there was none yet.
+    """
 
     rank: int
     version: str
     state: str
     shard_digest: str
     nbytes: int
+    scrub_period_s: float = 0.0
+    scrubbed: float = 0.0
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from weightcast.transports.ipc.host_memory import HostDevice
 from weightcast.transports.nixl.agent import device_at
 from weightcast.transports.nixl.agents import Agents
 from weightcast.wire.depot import PREFIX, Ack
-from weightcast.wire.manifest import check_version_id
+from weightcast.wire.manifest import check_version_id, summed_names
 from weightcast.wire.shares import encode_share
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class DepotPublisher:
             try:
                 digests = fill(
                     HostDevice(), slot.memory, draft.targets(), draft.tensors(),
-                    algorithm=algorithm, threads=self._threads, deadline=deadline,
+                    algorithm=algorithm, threads=self._threads, deadline=deadline, boxes=draft.boxes(),
                 )  # fmt: skip
                 held = draft.sealed(slot.memory.bytes, digests, self._release(version, step, metadata))
                 publication = Publication(held.manifest, time.monotonic() - began, self._told.changed)
@@ -182,7 +182,10 @@ class DepotPublisher:
         deadline = Deadline.after(timeout)
         with self._turn(version):
             draft = self._drafted(version, tensors, algorithm, PublishAs())
-            digests = hashed(draft.tensors(), algorithm=algorithm, threads=self._threads, deadline=deadline)
+            digests = hashed(
+                draft.tensors(), algorithm=algorithm, threads=self._threads, deadline=deadline,
+                summed_as=summed_names(draft.tied),
+            )  # fmt: skip
             files = draft.files(digests, self._release(version, step, metadata))
             lease = self._leases.lend(version, files.manifest, draft.tensors(), seconds)
             self._shelf.lend(LentHolding(files, draft, lease))

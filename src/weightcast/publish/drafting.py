@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_spec
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from weightcast.errors import InvalidInput
-from weightcast.publish.memory_parts import MemoryPart, entry_of, in_a_row, in_memory, part_files, parts_for
+from weightcast.publish.memory_parts import MemoryPart, in_a_row, in_memory, part_files, parts_for
 from weightcast.publish.memory_shelf import MemoryHolding
 from weightcast.publish.shares import Given
 from weightcast.store import layout
 from weightcast.store.writer import index_of
+from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, bytes_digest
 from weightcast.tensors.flat import Bytes
-from weightcast.wire.manifest import BoxEntry, FileEntry, Manifest, TensorEntry, compute_root
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Digests, box_sum
+from weightcast.wire.manifest import BoxEntry, FileEntry, Manifest, TensorEntry, compute_root, entry_of, summed_names
 from weightcast.wire.shares import Share, ShareEntry, share_root
 
 
@@ -64,13 +68,20 @@ class Draft:
 
     def targets(self) -> list[TensorEntry]:
         """Where it is to be copied to."""
-        return [entry_of(one.held, offset=self.places[name]) for name, one in self.own.items()]
+        summed_as = summed_names(self.tied) if self.ranks == 1 else {}
+        return [
+            entry_of(one.held, offset=self.places[name], summed_as=summed_as.get(name, "")) for name, one in self.own.items()
+        ]
 
-    def sealed(self, memory: Bytes, digests: Mapping[str, str], release: Release) -> MemoryHolding:
+    def boxes(self) -> dict[str, tuple[TensorSpec, Box]]:
+        """The whole tensors, and which box of each is here."""
+        return {name: (one.spec, one.box) for name, one in self.own.items()}
+
+    def sealed(self, memory: Bytes, digests: Mapping[str, Digests], release: Release) -> MemoryHolding:
         """The version, now that everything was copied."""
         boxes = {name: (one.box, self.places[name]) for name, one in self.own.items()}
         if self.ranks > 1:
-            share = self._share(release, digests)
+            share = self._share(memory, release, digests)
             manifest = _as_share(self._manifest(release, digests), share)
             return MemoryHolding(manifest, memory, boxes, share=share)
         files = self.files(digests, release)
@@ -78,16 +89,22 @@ class Draft:
             memory[part.at : part.at + len(header)].data[:] = header
         return MemoryHolding(files.manifest, memory, boxes, parts=part_files(self.parts), small=files.small)
 
-    def files(self, digests: Mapping[str, str], release: Release) -> Files:
+    def files(self, digests: Mapping[str, Digests], release: Release) -> Files:
         """A version that is not shared, as the files that a store would have."""
-        names = list(part_files(self.parts))
+        names, summed_as = list(part_files(self.parts)), summed_names(self.tied)
         headers = [part.header(file) for part, file in zip(self.parts, names, strict=True)]
         parts = tuple(
             part.entry(file, header, self.algorithm) for part, file, header in zip(self.parts, names, headers, strict=True)
         )
         places = {place.spec.name: (number, place) for number, part in enumerate(self.parts) for place in part.places}
         entries = tuple(
-            entry_of(one.spec, part=places[name][0], offset=places[name][1].offset, digest=digests[name])
+            entry_of(
+                one.spec,
+                part=places[name][0],
+                offset=places[name][1].offset,
+                digests=digests[name],
+                summed_as=summed_as.get(name, ""),
+            )
             for name, one in self.own.items()
         )
         index = index_of(parts, entries)
@@ -101,7 +118,7 @@ class Draft:
         )
         return Files(manifest, headers, {layout.INDEX: index})
 
-    def _manifest(self, release: Release, digests: Mapping[str, str]) -> Manifest:
+    def _manifest(self, release: Release, digests: Mapping[str, Digests]) -> Manifest:
         """What is the same for all versions."""
         return Manifest(
             version=self.version,
@@ -112,14 +129,21 @@ class Draft:
             algorithm=self.algorithm,
             root_digest="",
             parts=(),
-            tensors=tuple(entry_of(one.spec, digest=digests[name]) for name, one in self.own.items()),
+            tensors=tuple(entry_of(one.spec, digests=digests[name]) for name, one in self.own.items()),
             tied=dict(self.tied),
             metadata=dict(release.metadata),
         )
 
-    def _share(self, release: Release, digests: Mapping[str, str]) -> Share:
+    def _share(self, memory: Bytes, release: Release, digests: Mapping[str, Digests]) -> Share:
         entries = tuple(
-            ShareEntry(name=name, dtype=one.spec.dtype, shape=one.spec.shape, box=one.box, digest=digests[name])
+            ShareEntry(
+                name=name,
+                dtype=one.spec.dtype,
+                shape=one.spec.shape,
+                box=one.box,
+                digest=digests[name].digest,
+                sum=digests[name].sum,
+            )
             for name, one in self.own.items()
         )
         return Share(
@@ -134,16 +158,25 @@ class Draft:
             entries=entries,
             tied=dict(self.tied),
             metadata=dict(release.metadata),
+            tied_sums={name: self._sum_as(name, holder, memory) for name, holder in self.tied.items()},
         )
+
+    def _sum_as(self, name: str, holder: str, memory: Bytes) -> str:
+        """What a box adds to the sum of its tensor under another name."""
+        one, at = self.own[holder], self.places[holder]
+        array = memory[at : at + one.held.nbytes].view(one.spec.dtype.numpy).reshape(one.box.shape)
+        return str(box_sum(replace_spec(one.spec, name=name), one.box, array))
 
 
 def _as_share(manifest: Manifest, share: Share) -> Manifest:
     """What is known of a version here: the boxes of one rank. It never leaves the process."""
-    boxes = {
-        entry.name: (BoxEntry(start=entry.box.start, shape=entry.box.shape, digest=entry.digest, ranks=(share.rank,)),)
-        for entry in share.entries
-    }
+    boxes = {entry.name: (_box_entry(entry, share.rank),) for entry in share.entries}
     return replace(manifest, root_digest=share.root_digest, boxes=boxes)
+
+
+def _box_entry(entry: ShareEntry, rank: int) -> BoxEntry:
+    box = entry.box
+    return BoxEntry(start=box.start, shape=box.shape, digest=entry.digest, ranks=(rank,), sum=entry.sum)
 
 
 def drafted(

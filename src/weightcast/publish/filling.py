@@ -6,8 +6,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from weightcast.clock import Deadline
-from weightcast.tensors.digest import Algorithm, Hasher
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.digest import Algorithm
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Digests, TensorHasher, box_sum
 from weightcast.transports.ipc.device import Device, Memory
 from weightcast.wire.manifest import TensorEntry
 
@@ -25,14 +30,18 @@ def fill(
     entries: Sequence[TensorEntry],
     tensors: Mapping[str, object],
     *,
-    algorithm: Algorithm,
+    algorithm: Algorithm | None,
     threads: int,
     deadline: Deadline,
-) -> dict[str, str]:
-    """Copy every tensor to the place that its entry names; gives their digests. The tensors may change afterwards."""
+    boxes: Mapping[str, tuple[TensorSpec, Box]] | None = None,
+) -> dict[str, Digests]:
+    """Copy every tensor to the place that its entry names; gives their digests. The tensors may change afterwards.
+
+    `boxes` are those of tensors that are not here whole. Without an algorithm the digests are sums alone.
+    """
 
     largest_first = deque(sorted(entries, key=lambda entry: entry.nbytes, reverse=True))
-    digests: dict[str, str] = {}
+    digests: dict[str, Digests] = {}
 
     def work() -> None:
         while True:
@@ -41,7 +50,8 @@ def fill(
             except IndexError:  # nothing is left to do
                 return
             try:
-                digests[entry.name] = _copied(device, memory, entry, tensors[entry.name], algorithm, deadline)
+                box = (boxes or {}).get(entry.name)
+                digests[entry.name] = _copied(device, memory, entry, tensors[entry.name], algorithm, deadline, box)
             except BaseException:
                 largest_first.clear()  # nor for the others
                 raise
@@ -54,12 +64,24 @@ def fill(
 
 
 def _copied(
-    device: Device, memory: Memory, entry: TensorEntry, tensor: object, algorithm: Algorithm, deadline: Deadline
-) -> str:
-    hasher, at = Hasher(algorithm), entry.offset
+    device: Device,
+    memory: Memory,
+    entry: TensorEntry,
+    tensor: object,
+    algorithm: Algorithm | None,
+    deadline: Deadline,
+    box: tuple[TensorSpec, Box] | None,
+) -> Digests:
+    hasher, at = TensorHasher(entry.sum_spec, algorithm), entry.offset
     for block in device.blocks(entry.name, tensor):
         device.copy(block, memory, at)
         hasher.update(device.read(memory, at, at + block.nbytes))
         at += block.nbytes
         deadline.check(f"copying {entry.name} into shared memory")
-    return hasher.digest()
+    digests = hasher.finish()
+    if box is None or box[1] == Box.whole(box[0].shape):
+        return digests
+    # What a box adds depends on where it lies in its tensor.
+    there = np.frombuffer(device.read(memory, entry.offset, entry.offset + entry.nbytes), dtype=np.uint8)
+    array = there.view(entry.dtype.numpy).reshape(entry.shape)
+    return digests._replace(sum=str(box_sum(*box, array)))

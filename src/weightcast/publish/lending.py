@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from weightcast.clock import Deadline
 from weightcast.depot.leases import Lease
@@ -13,16 +14,19 @@ from weightcast.errors import Conflict, InvalidInput, NotFound
 from weightcast.publish.drafting import Draft, Files
 from weightcast.publish.memory_parts import MemoryPart, part_files
 from weightcast.tensors.boxes import Box
-from weightcast.tensors.bridges import host_array
-from weightcast.tensors.digest import Algorithm, Hasher
+from weightcast.tensors.bridges import host_array, spec_of
+from weightcast.tensors.digest import Algorithm
 from weightcast.tensors.flat import Array, byte_blocks, flat_bytes
+from weightcast.tensors.sums import Digests, TensorHasher
 from weightcast.wire.manifest import encode_manifest
 
 
-def hashed(tensors: Mapping[str, object], *, algorithm: Algorithm, threads: int, deadline: Deadline) -> dict[str, str]:
+def hashed(
+    tensors: Mapping[str, object], *, algorithm: Algorithm, threads: int, deadline: Deadline, summed_as: Mapping[str, str]
+) -> dict[str, Digests]:
     """The digests of tensors where they lie."""
     names = deque(tensors)
-    digests: dict[str, str] = {}
+    digests: dict[str, Digests] = {}
 
     def work() -> None:
         while True:
@@ -30,11 +34,12 @@ def hashed(tensors: Mapping[str, object], *, algorithm: Algorithm, threads: int,
                 name = names.popleft()
             except IndexError:  # nothing is left to do
                 return
-            hasher = Hasher(algorithm)
+            spec = spec_of(name, tensors[name])
+            hasher = TensorHasher(replace(spec, name=summed_as.get(name, name)), algorithm)
             for block in byte_blocks(host_array(name, tensors[name])):
                 hasher.update(block.data)
                 deadline.check(f"hashing {name}")
-            digests[name] = hasher.digest()
+            digests[name] = hasher.finish()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="lend") as pool:
         for done in [pool.submit(work) for _ in range(threads)]:

@@ -11,7 +11,7 @@ from weightcast.store import layout
 from weightcast.store.safetensors_file import Place, encoded_header, header_room_for
 from weightcast.tensors.digest import Algorithm, bytes_digest
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import PartEntry, TensorEntry
+from weightcast.wire.manifest import PartEntry
 
 PART_NBYTES = 1 << 30
 _PAGE = 4096
@@ -76,10 +76,3 @@ def in_a_row(specs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
         places[spec.name] = at = aligned(at)
         at += spec.nbytes
     return places, at
-
-
-def entry_of(spec: TensorSpec, *, part: int = 0, offset: int = 0, digest: str = "") -> TensorEntry:
-    """A tensor at a place."""
-    return TensorEntry(
-        name=spec.name, dtype=spec.dtype, shape=spec.shape, part=part, offset=offset, nbytes=spec.nbytes, digest=digest
-    )

@@ -29,14 +29,15 @@ from weightcast.store.version_file import step_of
 from weightcast.store.writer import HasStateDict, PublishAs, survey
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import is_distributed, local_box, spec_of
-from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
+from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Digests, Sum
 from weightcast.transports.ipc.device import Memory
 from weightcast.transports.ipc.devices import device_called
 from weightcast.transports.ipc.legacy import legacy_path, write_legacy
 from weightcast.transports.ipc.place import Claim, Place
 from weightcast.wire.decoding import decode, split_url
-from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root
+from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root, entry_of, summed_names
 
 if TYPE_CHECKING:
     from weightcast.tensors.bridges.gathering import Gathering
@@ -165,19 +166,20 @@ class Publisher:
         deadline, began = Deadline.after(timeout), time.monotonic()
         with self._turn(version):
             gathering = self._gathering(version, named)
-            copy = partial(fill, self._device, algorithm=algorithm, threads=self._threads, deadline=deadline)
+            by_bytes = algorithm if algorithm != DEFAULT else None  # within one host, sums are proof enough
+            copy = partial(fill, self._device, algorithm=by_bytes, threads=self._threads, deadline=deadline)
             if gathering is None:
                 whole = dict(form.converted(named))
                 specs, tied = survey(whole)
-                entries, nbytes = _laid_out(specs.values())
+                entries, nbytes = _laid_out(specs.values(), tied)
                 slab = self._take_slab(version, nbytes, deadline)
                 digests = copy(slab.memory, entries, whole)
             else:
                 specs, tied, order = self._own_share(gathering, form)
-                entries, nbytes = _laid_out(specs.values())
+                entries, nbytes = _laid_out(specs.values(), tied)
                 slab = gathering.together(lambda: self._take_slab(version, nbytes, deadline))
                 digests = self._gathered(gathering, form, order, {entry.name: entry for entry in entries}, slab, copy)
-            entries = tuple(replace(entry, digest=digests[entry.name]) for entry in entries)
+            entries = tuple(replace(entry, **digests[entry.name]._asdict()) for entry in entries)
             manifest = self._manifest(version, entries, tied, step, metadata, algorithm)
             manifest = replace(manifest, root_digest=compute_root(entries, algorithm))
             publication = Publication(manifest, time.monotonic() - began, self._changed)
@@ -259,10 +261,10 @@ class Publisher:
         order: Sequence[str],
         entries: Mapping[str, TensorEntry],
         slab: Slab,
-        copy: Callable[[Memory, Sequence[TensorEntry], Mapping[str, object]], dict[str, str]],
-    ) -> dict[str, str]:
+        copy: Callable[[Memory, Sequence[TensorEntry], Mapping[str, object]], dict[str, Digests]],
+    ) -> dict[str, Digests]:
         """Copy what this rank holds for all. All ranks gather all tensors, also after one of them has failed."""
-        digests: dict[str, str] = {}
+        digests: dict[str, Digests] = {}
         failed: Exception | None = None
         for name in order:
             tensor = gathering.tensor(name)
@@ -351,8 +353,7 @@ class Publisher:
         """A stream that receivers can join. Waits for the one before, whose buckets it takes."""
         specs, tied = survey(like)
         entries = tuple(
-            replace(entry, offset=0, digest="" if entry.nbytes else bytes_digest(b"", algorithm))
-            for entry in _laid_out(specs.values())[0]
+            replace(entry, offset=0, sum="" if entry.nbytes else str(Sum())) for entry in _laid_out(specs.values(), tied)[0]
         )
         if self._clerk.stream is not None:
             self._clerk.stream.finish()
@@ -446,14 +447,13 @@ def _directory(url: AnyPath) -> Path:
     return Path(url)
 
 
-def _laid_out(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorEntry, ...], int]:
+def _laid_out(specs: Iterable[TensorSpec], tied: Mapping[str, str]) -> tuple[tuple[TensorEntry, ...], int]:
     """Entries one after the other, and the size of all."""
     entries, at = [], 0
+    summed_as = summed_names(tied)
     for spec in specs:
         at = aligned(at)
-        entries.append(
-            TensorEntry(name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=at, nbytes=spec.nbytes, digest="")
-        )
+        entries.append(entry_of(spec, offset=at, summed_as=summed_as.get(spec.name, "")))
         at += spec.nbytes
     return tuple(entries), at
 

@@ -15,7 +15,7 @@ from weightcast.publish.desk import Desk, Session
 from weightcast.publish.filling import aligned
 from weightcast.publish.publication import Publication
 from weightcast.tensors.bridges import spec_of
-from weightcast.tensors.digest import DEFAULT, Hasher
+from weightcast.tensors.sums import RunningSum
 from weightcast.transports.ipc.descriptions import encode_description
 from weightcast.transports.ipc.device import Block, Device, Handle, Memory
 from weightcast.transports.ipc.messages import End, Failure, Ready, Span
@@ -110,8 +110,8 @@ class LiveStream:
         """Send every tensor. When this returns they may change; receivers may still be reading the last buckets."""
         writer = _BucketWriter(self, deadline)
         to_come = {entry.name: number for number, entry in enumerate(self.manifest.tensors) if entry.nbytes}
-        digests = {entry.name: entry.digest for entry in self.manifest.tensors if not entry.nbytes}
-        empty = set(digests)
+        sums = {entry.name: entry.sum for entry in self.manifest.tensors if not entry.nbytes}
+        empty = set(sums)
         for name, tensor in tensors:
             if name in empty or name in self.manifest.tied:
                 continue
@@ -122,15 +122,15 @@ class LiveStream:
             spec = spec_of(name, tensor)
             if spec != entry.spec:
                 raise InvalidInput(f"tensor {name!r} is {spec.describe()}, and {entry.spec.describe()} was announced.")
-            digests[name] = writer.add(number, name, tensor)
+            sums[name] = writer.add(number, name, tensor)
         if to_come:
             missing = ", ".join(sorted(to_come))
             raise InvalidInput(f"tensors of {self.manifest.version} were announced and did not come: {missing}.")
         writer.flush()
-        self._end(digests)
+        self._end(sums)
 
-    def _end(self, digests: dict[str, str]) -> None:
-        tensors = tuple(replace(entry, digest=digests[entry.name]) for entry in self.manifest.tensors)
+    def _end(self, sums: dict[str, str]) -> None:
+        tensors = tuple(replace(entry, sum=sums[entry.name]) for entry in self.manifest.tensors)
         sealed = replace(self.manifest, tensors=tensors, root_digest=compute_root(tensors, self.manifest.algorithm))
         with self.changed:
             self.manifest = self.publication.manifest = sealed
@@ -216,8 +216,8 @@ class _BucketWriter:
         self._spans: list[Span] = []
 
     def add(self, number: int, name: str, tensor: object) -> str:
-        """Send a tensor; gives its digest."""
-        hasher, offset = Hasher(self._stream.manifest.algorithm or DEFAULT), 0
+        """Send a tensor; gives its sum."""
+        hasher, offset = RunningSum(self._stream.manifest.tensors[number].sum_spec), 0
         for block in self._stream.device.blocks(name, tensor):
             start = 0
             while start < block.nbytes:
@@ -228,7 +228,7 @@ class _BucketWriter:
         self._spans[-1] = Span(last.tensor, last.offset, last.at, last.nbytes, digest)
         return digest
 
-    def _put(self, number: int, offset: int, block: Block, start: int, hasher: Hasher) -> int:
+    def _put(self, number: int, offset: int, block: Block, start: int, hasher: RunningSum) -> int:
         """Copy as much of a block as fits; gives how much that was."""
         fresh = not self._spans or self._spans[-1].tensor != number
         at = aligned(self._used) if fresh else self._used

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, decode, fold, move
-from weightcast.delta.lanes import lane_count
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -19,6 +18,7 @@ from weightcast.store.reader import VersionReader
 from weightcast.store.streaming import Proof
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.lanes import lane_count
 from weightcast.wire.manifest import Manifest
 
 _PROOF_LANES = 1 << 20  # blocks that stay in the cache between being read and hashed
@@ -157,9 +157,10 @@ def load_chain(store: Path, chain: Chain, *, threads: int | None = None) -> dict
 
 def prove(state: State, manifest: Manifest, where: str) -> None:
     """Read a whole state and compare it with the digests of a version. Raises `DigestMismatch` listing every tensor."""
-    proof = Proof(where, {entry.name: entry.digest for entry in manifest.tensors}, manifest.algorithm)
+    proof = Proof(where, manifest.tensors)
     for entry in manifest.tensors:
         lanes = lane_count(entry.spec)
+        proof.begin(entry.name)
         for start in range(0, lanes, _PROOF_LANES):
             proof.update(flat_bytes(state.lanes(entry.name, start, min(start + _PROOF_LANES, lanes))).data)
         proof.close(entry.name)

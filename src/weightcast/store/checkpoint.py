@@ -51,7 +51,7 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Array]]:
         """Every tensor, in the order it lies in its file. An array is borrowed: valid until the next one is asked for."""
-        return stream_arrays(self._readables(), Proof(str(self.directory), {}, None))
+        return stream_arrays(self._readables(), Proof(str(self.directory), ()))
 
     def _readables(self) -> Readables:
         for path in self._files:

@@ -16,10 +16,11 @@ from weightcast.store.chain import resolve
 from weightcast.store.payload import payload_of, read_payload
 from weightcast.store.reader import Reader, VersionReader
 from weightcast.store.state_reader import open_version
-from weightcast.tensors.digest import DEFAULT, Hasher, bytes_digest
+from weightcast.tensors.digest import DEFAULT, bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import BLOCK_NBYTES, from_bytes
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import tensor_hasher
 from weightcast.tensors.ulp import bits, distance
 from weightcast.wire.manifest import Manifest, TensorEntry
 
@@ -130,19 +131,20 @@ def _verify_files(directory: Path, manifest: Manifest, report: VerifyReport) -> 
 
 def _verify_tensor(reader: Reader, entry: TensorEntry, buffer: memoryview, report: VerifyReport, progress: Progress) -> None:
     manifest = reader.manifest
-    hasher = Hasher(manifest.algorithm or DEFAULT)
+    hasher = tensor_hasher(entry.sum_spec, entry.proof) if entry.proof else None
     try:
         for start in range(0, entry.nbytes, len(buffer)):
             block = buffer[: entry.nbytes - start]
             reader.read_into(entry, start, block)
-            hasher.update(block)
+            if hasher is not None:
+                hasher.update(block)
             progress(len(block))
     except (Corrupt, StorageFailed) as error:
         report.problems.append(f"tensor {entry.name}: {error}")
         return
-    if manifest.algorithm and hasher.digest() != entry.digest:
+    if hasher is not None and hasher.digest() != entry.proof:
         file = payload_of(manifest).file if manifest.kind == "delta" else manifest.parts[entry.part].file
-        report.problems.append(f"tensor {entry.name} in {file}: expected {entry.digest}, found {hasher.digest()}.")
+        report.problems.append(f"tensor {entry.name} in {file}: expected {entry.proof}, found {hasher.digest()}.")
         return
     report.tensors += 1
     report.nbytes += entry.nbytes
@@ -184,7 +186,6 @@ class VersionDiff:
 def diff_versions(a: Reader, b: Reader, progress: Progress = no_progress) -> VersionDiff:
     """Compare two versions element by element; tensors whose digests agree are not read."""
     before, after = a.manifest.by_name(), b.manifest.by_name()
-    same_algorithm = a.manifest.algorithm == b.manifest.algorithm is not None
     diffs: list[TensorDiff] = []
     same = 0
     for name in sorted(before.keys() | after.keys()):
@@ -195,7 +196,7 @@ def diff_versions(a: Reader, b: Reader, progress: Progress = no_progress) -> Ver
             continue
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             diffs.append(TensorDiff(name, "reshaped", _describe(old), _describe(new)))
-        elif same_algorithm and old.digest == new.digest:
+        elif _proved_equal(old, new):
             same += 1
         else:
             diff = _diff_tensor(name, (a, old), (b, new))
@@ -203,6 +204,11 @@ def diff_versions(a: Reader, b: Reader, progress: Progress = no_progress) -> Ver
             diffs += [diff] if diff.changed else []
         progress(new.nbytes)
     return VersionDiff(a=a.manifest.version, b=b.manifest.version, same=same, tensors=diffs)
+
+
+def _proved_equal(a: TensorEntry, b: TensorEntry) -> bool:
+    """Whether their sums or digests say so. Sums depend on the name, so those of two names cannot be compared."""
+    return bool((a.digest and a.digest == b.digest) or (a.sum and a.sum == b.sum and a.name == b.name))
 
 
 def _describe(entry: TensorEntry | None) -> str:

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from weightcast.delta import Packing
-from weightcast.delta.lanes import Lanes
 from weightcast.errors import InvalidInput
+from weightcast.tensors.lanes import Lanes
 
 Keep = Literal["store", "memory"]
 

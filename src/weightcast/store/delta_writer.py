@@ -13,7 +13,6 @@ from pathlib import Path
 from weightcast.delta import Encoder, State
 from weightcast.delta.container import Table
 from weightcast.delta.encoder import TooManyChanges
-from weightcast.delta.lanes import Lanes, lane_count, lane_range
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.store import layout
 from weightcast.store.delta_policy import FEW_CHANGES, DeltaPolicy, estimate_changes
@@ -22,10 +21,12 @@ from weightcast.store.files import FileWriter, remove_file, rename
 from weightcast.store.replay import replayed
 from weightcast.store.writer import NamedTensors, survey
 from weightcast.tensors.bridges import LazyTensor, host_array, spec_of
-from weightcast.tensors.digest import Hasher, array_digest
+from weightcast.tensors.digest import Hasher
 from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.lanes import Lanes, lane_count, lane_range
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root
+from weightcast.tensors.sums import Digests, Sum, is_sum, tensor_hasher
+from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root, entry_of, summed_names
 
 Named = tuple[str, object]
 
@@ -37,18 +38,18 @@ _TOLD_SHARE = 1 / 16  # of the state: so much of it tells how many changes the r
 class NoDelta:
     """Why no delta was written, and how to get the same tensors once more, for a full version.
 
-    `digests` are those of the tensors that were taken from an iterator: given again, they must be the same. What was
-    written of the payload is in `leftover`.
+    `sums` are those of the tensors that were taken from an iterator: given again, they must be the same. What was written
+    of the payload is in `leftover`.
     """
 
     why: str
     tensors: AbstractContextManager[NamedTensors]
-    digests: Mapping[str, str] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
     leftover: Path | None = None
 
     def conclude(self, written: tuple[TensorEntry, ...]) -> None:
         """The tensors were written: compare those that were given twice, and remove what is left of the payload."""
-        given = [(entry.name, self.digests.get(entry.name, entry.digest), entry.digest) for entry in written]
+        given = [(entry.name, self.sums.get(entry.name, entry.sum), entry.sum) for entry in written]
         wrong = [item for item in given if item[1] != item[2]]
         if wrong:
             raise DigestMismatch("tensors taken back from an unfinished delta", wrong)
@@ -65,7 +66,9 @@ class DeltaWriter:
     def __init__(self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy, *, choosing: bool) -> None:
         self._draft, self._base, self._state, self._policy = draft, base, state, policy
         self._specs = {entry.name: entry.spec for entry in base.tensors}
-        self._digests = {entry.name: entry.digest for entry in base.tensors}
+        self._summed_as = summed_names(base.tied)
+        self._proofs = {entry.name: entry.sum or entry.digest for entry in base.tensors}
+        self._damaged: list[str] = []
         self._limit = policy.max_share * base.nbytes
         self._choosing = choosing
         self._lanes = max(1, sum(map(lane_count, self._specs.values())))
@@ -73,7 +76,7 @@ class DeltaWriter:
         self._sampled_lanes = self._encoded_lanes = 0
         self._expected = 0.0  # changes of the tensors that were sampled
         self._path = draft.directory / layout.unsealed_payload_name()
-        self._entries: dict[str, TensorEntry] = {}
+        self._taken: dict[str, TensorSpec] = {}  # tensors that were given to the encoder
 
     def write(self, tensors: NamedTensors) -> Contents | NoDelta:
         """Write the payload of a mapping or an iterator, or say why that is not possible or not worth it."""
@@ -109,7 +112,13 @@ class DeltaWriter:
             why, rest = self._encode_all(encoder, tensors, borrowed=once)
             if why is not None and not once:
                 return NoDelta(why, nullcontext(()))
-            entries = tuple(self._entries.values())
+            encoder.flush()
+            sums = {name: str(total) for name, total in encoder.sums.items()}
+            entries = tuple(
+                entry_of(spec, digests=Digests("", sums[name]), summed_as=self._summed_as.get(name, ""))
+                for name, spec in self._taken.items()
+            )
+            why = why or self._damage(encoder)
             root = compute_root(entries, self._draft.algorithm) if why is None else ""
             table = encoder.finish(base_root=self._base.root_digest, new_root=root)
             if why is None:
@@ -118,7 +127,7 @@ class DeltaWriter:
                 file.sync()
             nbytes = file.position
         if why is not None:
-            return self._given_back(why, table, rest)
+            return self._given_back(why, table, rest, sums)
         name = layout.payload_name(1)
         rename(self._path, self._draft.directory / name)
         return Contents(
@@ -151,7 +160,7 @@ class DeltaWriter:
         """Why it ended early, and the tensors that were not encoded then."""
         for name, tensor in tensors:
             spec = spec_of(name, tensor)
-            if name in self._entries:
+            if name in self._taken:
                 raise InvalidInput(f"tensor {name!r} was given twice for version {self._draft.version}.")
             why = self._misfit(spec)
             if why is None:
@@ -160,33 +169,42 @@ class DeltaWriter:
                 why = self._too_many(self._projected())
             if why is not None:
                 return why, chained([(name, tensor)], tensors)
-            why = self._add(encoder, spec, array, borrowed=borrowed)
-            why = why or self._too_large(encoder.nbytes) or self._wrong(encoder.changes)
+            self._add(encoder, spec, array, borrowed=borrowed)
+            why = self._too_large(encoder.nbytes) or self._wrong(encoder.changes)
             if why is not None:
                 return why, tensors
-        return self._missing(self._entries), ()
+        return self._missing(self._taken), ()
 
-    def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> str | None:
-        """Encode a tensor. Its base is hashed as it is read; returns what is wrong with that."""
-        proof = Hasher(self._draft.algorithm)
+    def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> None:
+        """Encode a tensor. A base without sums is hashed as it is read."""
+        expected = self._proofs[spec.name]
+        proof = None if is_sum(expected) else tensor_hasher(spec, expected)  # of a base in format 1
 
         def new(start: int, stop: int) -> Lanes:
             return lane_range(array, spec.dtype, start, stop)
 
         def old(start: int, stop: int) -> Lanes:
             lanes = self._state.lanes(spec.name, start, stop)
-            proof.update(flat_bytes(lanes).data)
+            if proof is not None:
+                proof.update(flat_bytes(lanes).data)
             return lanes
 
-        digest = array_digest(array, self._draft.algorithm)
-        encoder.add(spec, old, new, borrowed=borrowed)
+        encoder.add(spec, old, new, borrowed=borrowed, summed_as=self._summed_as.get(spec.name))
         self._encoded_lanes += lane_count(spec)
-        self._entries[spec.name] = TensorEntry(
-            name=spec.name, dtype=spec.dtype, shape=spec.shape, part=0, offset=0, nbytes=spec.nbytes, digest=digest
-        )
-        if proof.digest() != self._digests[spec.name]:
-            return f"tensor {spec.name} of {self._base.version} is damaged in the store: its digest is wrong"
-        return None
+        self._taken[spec.name] = spec
+        if proof is not None and proof.digest() != expected:
+            self._damaged.append(spec.name)
+
+    def _damage(self, encoder: Encoder) -> str | None:
+        """What is wrong with the base: its sum and the growth by the changes must make the sum of the new tensor."""
+        wrong = self._damaged + [
+            name
+            for name in self._taken
+            if is_sum(self._proofs[name]) and Sum.parse(self._proofs[name]) + encoder.grown[name] != encoder.sums[name]
+        ]
+        if not wrong:
+            return None
+        return f"tensor {wrong[0]} of {self._base.version} is damaged in the store: its digest is wrong"
 
     def _sample(self, spec: TensorSpec, array: Array) -> None:
         """Estimate how much of a tensor changes, once."""
@@ -215,7 +233,7 @@ class DeltaWriter:
         share = changes / self._lanes
         return f"about {share:.1%} of its elements or more change, so that a full version is served sooner"
 
-    def _given_back(self, why: str, table: Table, rest: Iterable[Named]) -> NoDelta:
+    def _given_back(self, why: str, table: Table, rest: Iterable[Named], sums: Mapping[str, str]) -> NoDelta:
         """An iterator from its beginning: what was encoded is taken back from the payload, then come the rest."""
 
         def again() -> Generator[Named, None, None]:
@@ -223,8 +241,7 @@ class DeltaWriter:
                 yield from taken
             yield from rest
 
-        digests = {name: entry.digest for name, entry in self._entries.items()}
-        return NoDelta(why, closing(again()), digests, leftover=self._path)
+        return NoDelta(why, closing(again()), sums, leftover=self._path)
 
     def _misfit(self, spec: TensorSpec) -> str | None:
         there = self._specs.get(spec.name)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.errors import InvalidInput, UnsupportedTensor
-from weightcast.store.safetensors_file import HEADER_ROOM, Place, SafetensorsWriter
+from weightcast.store.safetensors_file import HEADER_ROOM, SafetensorsWriter
 from weightcast.tensors.digest import Algorithm
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import PartEntry, TensorEntry
+from weightcast.wire.manifest import PartEntry, TensorEntry, entry_of
 
 _RAGGED_NBYTES = 1 << 20
 
@@ -35,6 +35,7 @@ class PartSeries:
         self.header_room = HEADER_ROOM  # of the parts that are not begun yet
         self.parts: list[PartEntry] = []
         self.entries: list[TensorEntry] = []
+        self.summed_as: Mapping[str, str] = {}
         self._path_of, self._metadata_of = path_of, metadata_of
         self._part_nbytes, self._algorithm = part_nbytes, algorithm
         self._part: SafetensorsWriter | None = None
@@ -42,7 +43,7 @@ class PartSeries:
         self._ragged_nbytes = 0
 
     def add(self, spec: TensorSpec, array: Array) -> None:
-        """Write one tensor. Its memory may change once this returns."""
+        """Write one tensor, summed under the name that `summed_as` has for it. Its memory may change once this returns."""
         if spec.nbytes % 8 and spec.nbytes <= _RAGGED_NBYTES:
             self._ragged.append((spec, np.array(array, order="C")))
             self._ragged_nbytes += spec.nbytes
@@ -69,8 +70,9 @@ class PartSeries:
 
     def _write(self, spec: TensorSpec, array: Array) -> None:
         part = self._part_for(spec)
-        place, digest = part.append(spec, array, self._algorithm)
-        self.entries.append(_entry(place, len(self.parts), digest))
+        summed_as = self.summed_as.get(spec.name, "")
+        place, digests = part.append(spec, array, self._algorithm, summed_as)
+        self.entries.append(entry_of(spec, part=len(self.parts), offset=place.offset, digests=digests, summed_as=summed_as))
 
     def _part_for(self, spec: TensorSpec) -> SafetensorsWriter:
         part = self._part
@@ -104,16 +106,3 @@ class PartSeries:
                 header_digest=header_digest,
             )
         )
-
-
-def _entry(place: Place, part: int, digest: str) -> TensorEntry:
-    spec = place.spec
-    return TensorEntry(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=spec.shape,
-        part=part,
-        offset=place.offset,
-        nbytes=spec.nbytes,
-        digest=digest,
-    )

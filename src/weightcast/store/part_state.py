@@ -9,9 +9,9 @@ from types import TracebackType
 
 import numpy as np
 
-from weightcast.delta.lanes import Lanes, kind_of
 from weightcast.store.reader import checked_part, entries_by_part
 from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest
 

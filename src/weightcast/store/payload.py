@@ -38,7 +38,7 @@ def payload_pieces(directory: Path, manifest: Manifest, deadline: Deadline, buff
             yield Readable(entry.spec, lambda start, buffer: file.read_into(buffer, start))
 
     what = f"reading version {manifest.version} from {directory}"
-    return stream_pieces(readables(), Proof(str(directory), {}, None), deadline, what=what, buffers=buffers)
+    return stream_pieces(readables(), Proof(str(directory), ()), deadline, what=what, buffers=buffers)
 
 
 def payload_of(manifest: Manifest) -> FileEntry:

@@ -43,6 +43,7 @@ class Reader(ABC):
         for entry in self.in_order():
             array = arrays[entry.name] = empty(entry.spec)
             buffer = flat_bytes(array).data
+            proof.begin(entry.name)
             for start in range(0, entry.nbytes, BLOCK_NBYTES):
                 block = buffer[start : start + BLOCK_NBYTES]
                 self.read_into(entry, start, block)
@@ -82,8 +83,7 @@ class Reader(ABC):
                 yield Readable(entry.spec, partial(self.read_into, entry))
 
     def _proof(self, *, check: bool) -> Proof:
-        digests = {entry.name: entry.digest for entry in self.manifest.tensors}
-        return Proof(self._where, digests, self.manifest.algorithm if check else None)
+        return Proof(self._where, self.manifest.tensors if check else ())
 
     def __enter__(self) -> Self:
         return self

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from weightcast.delta import MovedState, State, decode
 from weightcast.delta.container import Chunk, ContainerWriter, Table
-from weightcast.delta.lanes import Lanes, lane_count
 from weightcast.store.byte_file import ByteFile
 from weightcast.tensors.flat import Array, empty, flat_bytes
+from weightcast.tensors.lanes import Lanes, lane_count
 from weightcast.tensors.spec import TensorSpec
 
 _BLOCK_LANES = 1 << 20

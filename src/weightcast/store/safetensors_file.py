@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from weightcast.errors import PartCorrupt, UnsupportedTensor
 from weightcast.store.byte_file import PooledFile
 from weightcast.store.files import FileWriter
-from weightcast.tensors.digest import Algorithm, Hasher, bytes_digest
+from weightcast.tensors.digest import Algorithm, bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, byte_blocks
 from weightcast.tensors.spec import RESERVED_NAME, TensorSpec
+from weightcast.tensors.sums import Digests, TensorHasher
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the format's reference implementation
 HEADER_ROOM = 65_536  # what a streamed part keeps free for its header; data starts on a page
@@ -132,16 +133,16 @@ class SafetensorsWriter:
         """Whether the tensor can be next: the header has room for it and it would lie on a multiple of its item size."""
         return _field_nbytes(spec) <= self._header_left and self.nbytes % spec.dtype.itemsize == 0
 
-    def append(self, spec: TensorSpec, array: Array, algorithm: Algorithm) -> tuple[Place, str]:
-        """Write one tensor; its digest is taken from the very blocks that are written."""
+    def append(self, spec: TensorSpec, array: Array, algorithm: Algorithm, summed_as: str = "") -> tuple[Place, Digests]:
+        """Write one tensor; its digests are taken from the very blocks that are written."""
         place = Place(spec=spec, offset=self.nbytes)
-        hasher = Hasher(algorithm)
+        hasher = TensorHasher(replace(spec, name=summed_as or spec.name), algorithm)
         for block in byte_blocks(array):
             hasher.update(block.data)
             self._file.write(block.data)
         self.places.append(place)
         self._header_left -= _field_nbytes(spec)
-        return place, hasher.digest()
+        return place, hasher.finish()
 
     def finish(self, metadata: Mapping[str, str], algorithm: Algorithm) -> str:
         """Write the header, wait until the file is on the medium, close it; returns the digest of the header's bytes."""

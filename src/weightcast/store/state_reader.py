@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import numpy as np
 
 from weightcast.delta import State
-from weightcast.delta.lanes import kind_of
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import opened_state, resolve
 from weightcast.store.reader import Reader, VersionReader
 from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.lanes import kind_of
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 

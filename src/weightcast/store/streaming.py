@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
 from weightcast.clock import Deadline
 from weightcast.errors import DigestMismatch
-from weightcast.tensors.digest import Algorithm, Hasher
+from weightcast.tensors.digest import Hasher
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Piece, Pieces, from_bytes
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import RunningSum, tensor_hasher
+from weightcast.wire.manifest import TensorEntry
 
 
 class Readable(NamedTuple):
@@ -24,12 +26,18 @@ Readables = Generator[Readable, None, None]
 
 
 class Proof:
-    """Digests of tensors as their bytes go by. Without an algorithm nothing is checked."""
+    """Compares tensors with the digests or sums of their entries as their bytes go by. Others are not checked."""
 
-    def __init__(self, where: str, digests: Mapping[str, str], algorithm: Algorithm | None) -> None:
-        self._where, self._digests, self._algorithm = where, digests, algorithm
+    def __init__(self, where: str, entries: Iterable[TensorEntry]) -> None:
+        self._where = where
+        self._entries = {entry.name: entry for entry in entries if entry.proof}
         self._wrong: list[tuple[str, str, str]] = []
-        self._hasher = Hasher(algorithm) if algorithm else None
+        self._hasher: Hasher | RunningSum | None = None
+
+    def begin(self, name: str) -> None:
+        """The bytes of a tensor come now, in order."""
+        entry = self._entries.get(name)
+        self._hasher = tensor_hasher(entry.sum_spec, entry.proof) if entry else None
 
     def update(self, data: memoryview) -> None:
         """Take in the next bytes of the present tensor."""
@@ -38,11 +46,10 @@ class Proof:
 
     def close(self, name: str) -> None:
         """The present tensor is whole."""
-        if self._hasher and self._algorithm:
+        if self._hasher:
             found = self._hasher.digest()
-            if found != self._digests[name]:
-                self._wrong.append((name, self._digests[name], found))
-            self._hasher = Hasher(self._algorithm)
+            if found != self._entries[name].proof:
+                self._wrong.append((name, self._entries[name].proof, found))
 
     def conclude(self) -> None:
         """Raise `DigestMismatch` listing every tensor that was wrong."""
@@ -62,6 +69,7 @@ def stream_pieces(
     with closing(tensors):
         for spec, read in tensors:
             start = 0
+            proof.begin(spec.name)
             while start < spec.nbytes:
                 deadline.check(what)
                 buffer = ring[turn % len(ring)][: spec.nbytes - start]
@@ -83,6 +91,7 @@ def stream_arrays(tensors: Readables, proof: Proof) -> Iterator[tuple[str, Array
                 memory = bytearray(spec.nbytes)
             buffer = memoryview(memory)[: spec.nbytes]
             read(0, buffer)
+            proof.begin(spec.name)
             proof.update(buffer)
             proof.close(spec.name)
             yield spec.name, from_bytes(buffer, spec)

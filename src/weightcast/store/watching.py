@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weightcast.clock import Deadline
 from weightcast.delta import State
-from weightcast.delta.lanes import Lanes
+from weightcast.tensors.lanes import Lanes
 from weightcast.tensors.spec import TensorSpec
 
 

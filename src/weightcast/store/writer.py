@@ -21,7 +21,7 @@ from weightcast.tensors.bridges import Converted, bridge_for, framework_of, host
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.placing import converts
 from weightcast.tensors.spec import TensorSpec, bare_names, check_distinct
-from weightcast.wire.manifest import PartEntry, TensorEntry
+from weightcast.wire.manifest import PartEntry, TensorEntry, summed_names
 
 NamedTensors = Mapping[str, object] | Iterable[tuple[str, object]]
 
@@ -152,6 +152,7 @@ class FullWriter:
                 self.add(name, tensor)
             return
         specs, self._tied = survey(tensors)  # all are checked before the first is written
+        self._series.summed_as = summed_names(self._tied)
         self._series.header_room = min(max(HEADER_ROOM, header_room_for(specs.values())), 16 * HEADER_ROOM)
         for name in specs:
             self.add(name, tensors[name])

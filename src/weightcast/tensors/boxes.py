@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from weightcast.errors import InvalidInput
+from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import MAX_DIMS, TensorSpec
 
 
@@ -44,6 +46,12 @@ class Box:
         return len(shape) == len(self.start) and all(
             start + length <= size for start, length, size in zip(self.start, self.shape, shape, strict=True)
         )
+
+
+def box_of(array: Array, box: Box) -> Array:
+    """The elements of a box, where they lie."""
+    where: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
+    return array[(*where, ...)]
 
 
 def run_nbytes(spec: TensorSpec, box: Box) -> int:

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State
-from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Array, Bytes, Pieces
 from weightcast.wire.depot import BoxOf
 from weightcast.wire.manifest import Manifest
@@ -156,9 +155,6 @@ class BoxReceiver(Receiver, Protocol):
         """Fill each memory with the bytes of its box, C order; tells the index of each that is there, and the digest that
         the source says it must have. Nothing is verified. Memory is kept referred to as by `landings`.
         """
-
-    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
-        """The digests that parameters must have when they are cut from the state that a version is, by their names."""
 
 
 @runtime_checkable

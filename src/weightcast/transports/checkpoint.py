@@ -17,17 +17,18 @@ from weightcast.store.files import read_small, refusals
 from weightcast.store.reader import VersionReader
 from weightcast.store.safetensors_file import SafetensorsFile
 from weightcast.store.version_file import VersionFile, read_version_file, step_of
-from weightcast.tensors.digest import DEFAULT, Algorithm, Hasher, bytes_digest
+from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
+from weightcast.tensors.sums import Digests, TensorHasher
 from weightcast.transports.prefetch import prefetched, ring
 from weightcast.wire.manifest import (
     MAX_MANIFEST_NBYTES,
     Manifest,
     PartEntry,
-    TensorEntry,
     check_version_id,
     compute_root,
     decode_manifest,
+    entry_of,
 )
 
 NEWEST_TIMEOUT_S = 3600.0
@@ -54,6 +55,7 @@ class CheckpointReceiver:
     def __init__(self, directory: Path) -> None:
         self._dir = directory
         self._hashed: _Hashed | None = None
+        self._root = ""  # of the version that the files were found to be
         self.url = f"checkpoint://{directory.absolute()}"
 
     def newest(self) -> str:
@@ -81,7 +83,11 @@ class CheckpointReceiver:
         contents = self._contents(algorithm, deadline)
         if sealed is not None:
             _check_sealed(self._dir, sealed, contents)
-            return replace(sealed, parts=contents.parts, tensors=contents.tensors)
+            self._root = sealed.root_digest
+            places = {entry.name: entry for entry in contents.tensors}
+            tensors = (replace(one, part=places[one.name].part, offset=places[one.name].offset) for one in sealed.tensors)
+            return replace(sealed, parts=contents.parts, tensors=tuple(tensors))
+        self._root = contents.root_digest
         named = self._version_file()
         if named is None:
             return replace(contents, version=contents.root_digest)
@@ -94,7 +100,7 @@ class CheckpointReceiver:
         manifest from elsewhere only streams: digests decide.
         """
         hashed = self._hashed
-        known = hashed if hashed is not None and hashed.contents.root_digest == manifest.root_digest else None
+        known = hashed if hashed is not None and manifest.root_digest == self._root else None
 
         def produce() -> Pieces:
             self._check_untouched(known)
@@ -165,40 +171,29 @@ def _read_contents(directory: Path, algorithm: Algorithm, deadline: Deadline, wh
         with SafetensorsFile(path) as file:
             header = bytes_digest(file.header, algorithm)
             parts.append(PartEntry(file=path.name, nbytes=file.nbytes, header_nbytes=len(file.header), header_digest=header))
-            entries += [
-                TensorEntry(
-                    name=place.spec.name,
-                    dtype=place.spec.dtype,
-                    shape=place.spec.shape,
-                    part=index,
-                    offset=place.offset,
-                    nbytes=place.spec.nbytes,
-                    digest="",
-                )
-                for place in file.places.values()
-            ]
+            entries += [entry_of(place.spec, part=index, offset=place.offset) for place in file.places.values()]
     unnamed = Manifest(
         version="", sequence=0, step=0, kind="full", created_s=0.0, algorithm=algorithm, root_digest="",
         parts=tuple(parts), tensors=tuple(entries),
     )  # fmt: skip
     digests = dict(_digests(directory, unnamed, algorithm, deadline, what))
-    tensors = tuple(replace(entry, digest=digests[entry.name]) for entry in entries)
+    tensors = tuple(replace(entry, digest=digests[entry.name].digest, sum=digests[entry.name].sum) for entry in entries)
     return replace(unnamed, tensors=tensors, root_digest=compute_root(tensors, algorithm))
 
 
 def _digests(
     directory: Path, manifest: Manifest, algorithm: Algorithm, deadline: Deadline, what: str
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, Digests]]:
     def produce() -> Pieces:
         with VersionReader(directory, manifest) as reader:
             yield from reader.pieces(deadline, buffers=ring(BLOCK_NBYTES), check=False)
 
-    hashers = {entry.name: Hasher(algorithm) for entry in manifest.tensors}
+    hashers = {entry.name: TensorHasher(entry.spec, algorithm) for entry in manifest.tensors}
     with closing(prefetched(produce, deadline=deadline, what=what)) as pieces:
         for piece in pieces:
             hashers[piece.tensor].update(piece.data)
             deadline.check(what)
-    yield from ((name, hasher.digest()) for name, hasher in hashers.items())
+    yield from ((name, hasher.finish()) for name, hasher in hashers.items())
 
 
 def _check_sealed(directory: Path, sealed: Manifest, found: Manifest) -> None:

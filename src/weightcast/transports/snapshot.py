@@ -9,8 +9,9 @@ from weightcast.clock import Deadline
 from weightcast.store.snapshot import DEFAULT_SHARED_DIR, Snapshot, locate, open_snapshot
 from weightcast.store.version_file import read_version_file, step_of
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
+from weightcast.tensors.sums import NO_DIGESTS, Digests
 from weightcast.transports.prefetch import prefetched, ring
-from weightcast.wire.manifest import RANK, RANKS, Manifest, TensorEntry, compute_root
+from weightcast.wire.manifest import RANK, RANKS, Manifest, compute_root, entry_of
 
 
 class SnapshotReceiver:
@@ -46,18 +47,8 @@ class SnapshotReceiver:
         deadline.check(f"reading the headers of {self.url}")
         snapshot = self._snapshot()
         recorded, numbers = snapshot.version or version, ((RANK, snapshot.rank), (RANKS, snapshot.ranks))
-        tensors = tuple(
-            TensorEntry(
-                name=name,
-                dtype=spec.dtype,
-                shape=spec.shape,
-                part=0,
-                offset=0,
-                nbytes=spec.nbytes,
-                digest=snapshot.digests.get(name, ""),
-            )
-            for name, spec in snapshot.specs.items()
-        )
+        digests = {name: Digests(entry.digest, entry.sum) for name, entry in snapshot.entries.items()}
+        tensors = tuple(entry_of(spec, digests=digests.get(name, NO_DIGESTS)) for name, spec in snapshot.specs.items())
         return Manifest(
             version=recorded,
             sequence=0,

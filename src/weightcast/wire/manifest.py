@@ -13,15 +13,15 @@ from typing import Literal
 import msgspec
 
 from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
-from weightcast.tensors.box_digest import boxes_digest
 from weightcast.tensors.box_plan import tiling_problems
 from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm, root_digest
+from weightcast.tensors.digest import ALGORITHMS, Algorithm, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import NO_DIGESTS, ROOT_LABEL, Digests, Sum, add_up, is_sum, root_of_sums
 from weightcast.wire.seal import seal, unseal
 
-FORMAT = 1
+FORMAT = 2  # 1 had no sums, and a root digest over the digests of bytes
 MAX_MANIFEST_NBYTES = 1 << 30
 _MAX_CREATED_S = 1 << 36  # the year 4147
 
@@ -30,6 +30,7 @@ _MAX_CREATED_S = 1 << 36  # the year 4147
 RANK, RANKS, ROOT = "weightcast.rank", "weightcast.ranks", "weightcast.root"
 
 _DIGITS = 10  # of a number in metadata
+_ROOT_OF_SUMS = re.compile(rf"{ROOT_LABEL}:[0-9a-f]{{32}}")
 _VERSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
 
@@ -37,7 +38,9 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a version: what it is and where its bytes sit.
 
-    `offset` counts bytes from the start of the file of part `part`. `digest` covers raw bytes, so two NaNs may differ.
+    `offset` counts bytes from the start of the file of part `part`. `digest` covers raw bytes, so two NaNs may differ; it is
+    empty in a delta, whose bytes are its payload. `sum` is the summable digest, empty in format 1. Tied bytes are summed
+    under the smallest of their names: `summed_as`, where that is not `name`.
     """
 
     name: str
@@ -47,11 +50,40 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     nbytes: int
     digest: str
+    sum: str = ""
+    summed_as: str = ""
 
     @property
     def spec(self) -> TensorSpec:
         """The tensor without its place."""
         return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+
+    @property
+    def sum_spec(self) -> TensorSpec:
+        """The tensor as it is summed."""
+        return TensorSpec(name=self.summed_as or self.name, dtype=self.dtype, shape=self.shape)
+
+    @property
+    def proof(self) -> str:
+        """What the whole tensor is compared with: the digest of its bytes, or its sum where there is none."""
+        return self.digest or self.sum
+
+
+def entry_of(
+    spec: TensorSpec, *, part: int = 0, offset: int = 0, digests: Digests = NO_DIGESTS, summed_as: str = ""
+) -> TensorEntry:
+    """The entry of a tensor. One of a delta, or of a rank's own parameters, has no place."""
+    return TensorEntry(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        part=part,
+        offset=offset,
+        nbytes=spec.nbytes,
+        digest=digests.digest,
+        sum=digests.sum,
+        summed_as=summed_as,
+    )
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,12 +111,16 @@ class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BoxEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a tensor that publishers hold, its digest (raw bytes, C order), and the ranks of those publishers."""
+    """A box of a tensor that publishers hold, and the ranks of those publishers.
+
+    `digest` covers the raw bytes of the box, C order. `sum` is what the box adds to the sum of its tensor.
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
     digest: str
     ranks: tuple[int, ...]
+    sum: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +129,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `sequence` is the order of publication in a store. `algorithm` is None for a source that holds no digests (a legacy
     snapshot without a manifest); all digests are then empty. `tied` maps a name to the name that holds its bytes.
 
-    A delta describes the whole new state too: `tensors` has an entry for each of its tensors, with digest but without a
+    A delta describes the whole new state too: `tensors` has an entry for each of its tensors, with its sum but without a
     place. Its bytes are one packed delta, `payload`, which leads there from `base`.
 
     A version that several publishers share, each with boxes of its tensors, has them in `boxes`: they cover each tensor
-    exactly once, and the digest of a tensor is taken over those of its boxes.
+    exactly once, and their sums add up to that of the tensor, which has no digest of its own.
     """
 
     version: str
@@ -147,6 +183,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return entries | {name: entries[holder] for name, holder in self.tied.items()}
 
 
+def summed_names(tied: Mapping[str, str]) -> dict[str, str]:
+    """The names that tied bytes are summed under, by the names that hold them, where the two differ."""
+    smallest: dict[str, str] = {}
+    for name, holder in tied.items():
+        smallest[holder] = min(name, smallest.get(holder, holder))
+    return {holder: name for holder, name in smallest.items() if name != holder}
+
+
 def recorded_number(metadata: Mapping[str, str], key: str) -> int | None:
     """A number in the metadata of a file or version; None if there is none."""
     text = metadata.get(key, "")
@@ -164,7 +208,9 @@ def check_version_id(version: str) -> str:
 
 def is_digest(text: object) -> bool:
     """Whether this is a digest as they are written: the name of a version that nobody gave another."""
-    return isinstance(text, str) and any(_is_digest(text, algorithm) for algorithm in ALGORITHMS)
+    if not isinstance(text, str):
+        return False
+    return any(_is_digest(text, algorithm) for algorithm in ALGORITHMS) or _ROOT_OF_SUMS.fullmatch(text) is not None
 
 
 def is_file_name(name: str) -> bool:
@@ -173,7 +219,12 @@ def is_file_name(name: str) -> bool:
 
 
 def compute_root(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> str:
-    """The root digest that follows from the entries; empty where there are no digests."""
+    """The root digest that follows from the entries: from their sums, or, in format 1, from the digests of their bytes.
+
+    Empty where there are neither.
+    """
+    if tensors and all(entry.sum for entry in tensors):
+        return root_of_sums((entry.sum_spec, entry.sum) for entry in tensors)
     return root_digest(((entry.spec, entry.digest) for entry in tensors), algorithm) if algorithm else ""
 
 
@@ -225,11 +276,9 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
     yield from repeats("file", files)
     yield from (f"file name {file!r} is not allowed" for file in files if not is_file_name(file))
     yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])
-    holders = {entry.name for entry in manifest.tensors}
-    for name, holder in manifest.tied.items():
-        if holder not in holders:
-            yield f"{name!r} is tied to {holder!r}, which has no bytes"
-    yield from tensor_problems(manifest.tensors, manifest.algorithm)
+    yield from tie_problems(manifest)
+    placed = manifest.format == 1 or (manifest.kind == "full" and not manifest.boxes)
+    yield from tensor_problems(manifest.tensors, manifest.algorithm, summed=manifest.format > 1, placed=placed)
     if manifest.boxes:
         yield from box_problems(manifest)
     elif manifest.kind == "full":
@@ -238,8 +287,20 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         yield "the root digest does not follow from the tensors"
 
 
+def tie_problems(manifest: Manifest) -> Iterator[str]:
+    """Tied names without bytes, and bytes that are not summed under the smallest of their names."""
+    holders = {entry.name for entry in manifest.tensors}
+    for name, holder in manifest.tied.items():
+        if holder not in holders:
+            yield f"{name!r} is tied to {holder!r}, which has no bytes"
+    smallest = summed_names(manifest.tied) if manifest.format > 1 else {}
+    for entry in manifest.tensors:
+        if entry.summed_as != smallest.get(entry.name, ""):
+            yield f"tensor {entry.name!r} is summed as {entry.summed_as!r}, not as {smallest.get(entry.name, '')!r}"
+
+
 def box_problems(manifest: Manifest) -> Iterator[str]:
-    """Boxes that do not cover each tensor of a shared version exactly once, or whose digests are not that of the tensor."""
+    """Boxes that do not cover each tensor of a shared version exactly once, or whose sums do not make that of the tensor."""
     if manifest.kind != "full" or manifest.parts:
         yield f"it has boxes, and is {manifest.kind} with {len(manifest.parts)} part(s)"
     entries = {entry.name: entry for entry in manifest.tensors}
@@ -251,10 +312,11 @@ def box_problems(manifest: Manifest) -> Iterator[str]:
             yield from (f"tensor {name!r}: {problem}" for problem in tiling_problems(entry.shape, covering))
         except InvalidInput as error:
             yield f"tensor {name!r}: {error}"
-        wrong = [box.digest for box in boxes if not _is_digest(box.digest, manifest.algorithm) or not box.ranks]
-        yield from (f"tensor {name!r} has a box with digest {digest!r} that nobody holds" for digest in wrong)
-        if not wrong and entry.digest != boxes_digest(((box, box.digest) for box in boxes), manifest.algorithm or DEFAULT):
-            yield f"the digest of tensor {name!r} does not follow from its boxes"
+        for box in boxes:
+            if not _is_digest(box.digest, manifest.algorithm) or not is_sum(box.sum) or not box.ranks:
+                yield f"tensor {name!r} has a box with digest {box.digest!r} and sum {box.sum!r} at ranks {list(box.ranks)}"
+        if all(is_sum(box.sum) for box in boxes) and entry.sum != str(add_up(Sum.parse(box.sum) for box in boxes)):
+            yield f"the sum of tensor {name!r} does not follow from its boxes"
 
 
 def _root_or_none(manifest: Manifest) -> str | None:
@@ -269,8 +331,12 @@ def repeats(what: str, names: Iterable[str]) -> Iterator[str]:
     return (f"{what} {name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1)
 
 
-def tensor_problems(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None) -> Iterator[str]:
-    """Tensors that cannot be: names, sizes and digests."""
+def tensor_problems(
+    tensors: tuple[TensorEntry, ...], algorithm: Algorithm | None, *, summed: bool = False, placed: bool = True
+) -> Iterator[str]:
+    """Tensors that cannot be: names, sizes and digests. `summed`: each must have its sum; one that is not `placed` in a
+    file needs no digest of its bytes.
+    """
     for entry in tensors:
         try:
             expected = entry.spec.nbytes
@@ -279,8 +345,10 @@ def tensor_problems(tensors: tuple[TensorEntry, ...], algorithm: Algorithm | Non
             continue
         if min(entry.shape, default=0) < 0 or entry.nbytes != expected:
             yield f"tensor {entry.name!r} is {entry.spec.describe()} but has {entry.nbytes} bytes"
-        if not _is_digest(entry.digest, algorithm):
+        if not _is_digest(entry.digest, algorithm) and (entry.digest or placed):
             yield f"tensor {entry.name!r} has digest {entry.digest!r}, not one by {algorithm}"
+        if (entry.sum or summed) and not is_sum(entry.sum):
+            yield f"tensor {entry.name!r} has sum {entry.sum[:80]!r}"
 
 
 def _is_digest(digest: str, algorithm: Algorithm | None) -> bool:

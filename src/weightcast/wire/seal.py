@@ -29,10 +29,11 @@ def seal(message: msgspec.Struct) -> bytes:
     return unsealed.replace(_NONE, bytes_digest(unsealed).encode(), 1)
 
 
-def unseal(data: bytes, path: AnyPath, kind: type[_Message], *, newest: int) -> _Message:
+def unseal(data: bytes, path: AnyPath, kind: type[_Message], *, newest: int, oldest: int = 1) -> _Message:
     """Read what `seal` wrote. `path` is only for messages.
 
-    Raises `ManifestCorrupt` if a byte was changed or a field is wrong, `UnsupportedFormat` for a format above `newest`.
+    Raises `ManifestCorrupt` if a byte was changed or a field is wrong, `UnsupportedFormat` for a format above `newest` or
+    below `oldest`.
     """
     if not data.startswith(_START):
         raise ManifestCorrupt(path, "it does not start with its seal")
@@ -46,6 +47,10 @@ def unseal(data: bytes, path: AnyPath, kind: type[_Message], *, newest: int) -> 
         if head.format > newest:
             raise UnsupportedFormat(
                 f"manifest {path} has format {head.format}; this release reads up to {newest}. Upgrade weightcast."
+            )
+        if head.format < oldest:
+            raise UnsupportedFormat(
+                f"manifest {path} has format {head.format}; this release needs {oldest} or later. Upgrade what wrote it."
             )
         return decode(data, kind)
     except msgspec.MsgspecError as error:

@@ -8,33 +8,37 @@ from math import prod
 
 import msgspec
 
-from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
-from weightcast.tensors.box_digest import boxes_digest
+from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedFormat, UnsupportedTensor
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import BoxEntry, Manifest, TensorEntry, compute_root, find_problems
+from weightcast.tensors.sums import Digests, Sum, add_up, is_sum
+from weightcast.wire.manifest import BoxEntry, Manifest, TensorEntry, compute_root, entry_of, find_problems, summed_names
 from weightcast.wire.seal import seal, unseal
 
-FORMAT = 1
+FORMAT = 2  # 1 had no sums
 
 
 class ShareEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The box of a tensor that a publisher holds. `shape` is that of the whole tensor; `digest` covers the box, C order."""
+    """The box of a tensor that a publisher holds. `shape` is that of the whole tensor; `digest` covers the box, C order.
+
+    `sum` is what the box adds to the sum of the tensor.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     box: Box
     digest: str
+    sum: str = ""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """What the publisher of one of several trainer ranks holds of a version.
 
     `root_digest` covers all its entries: it is what a request for bytes of it names. `tied` maps a name to the name that
-    holds its bytes at this rank.
+    holds its bytes at this rank; `tied_sums` has what those bytes add to the sum of a tensor of that name.
     """
 
     version: str
@@ -49,6 +53,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     tied: dict[str, str] = {}
     metadata: dict[str, str] = {}
     format: int = FORMAT
+    tied_sums: dict[str, str] = {}
 
 
 def share_root(entries: Sequence[ShareEntry], algorithm: Algorithm) -> str:
@@ -57,7 +62,7 @@ def share_root(entries: Sequence[ShareEntry], algorithm: Algorithm) -> str:
         (
             (
                 TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape),
-                f"{','.join(map(str, entry.box.start))};{','.join(map(str, entry.box.shape))};{entry.digest}",
+                f"{','.join(map(str, entry.box.start))};{','.join(map(str, entry.box.shape))};{entry.digest};{entry.sum}",
             )
             for entry in entries
         ),
@@ -71,11 +76,19 @@ def encode_share(share: Share) -> bytes:
 
 
 def decode_share(data: bytes, where: AnyPath) -> Share:
-    """Read what `encode_share` wrote, believing nothing. `where` is only for messages. Raises `ManifestCorrupt`."""
+    """Read what `encode_share` wrote, believing nothing. `where` is only for messages. Raises `ManifestCorrupt`, or
+    `UnsupportedFormat` for another format.
+    """
     try:
-        share = unseal(data, where, Share, newest=FORMAT)
+        share = unseal(data, where, Share, newest=FORMAT, oldest=FORMAT)
         if share.root_digest != share_root(share.entries, share.algorithm):
             raise ManifestCorrupt(where, "the root digest does not follow from the boxes")
+        if not all(map(is_sum, (*(entry.sum for entry in share.entries), *share.tied_sums.values()))):
+            raise ManifestCorrupt(where, "it has boxes without sums")
+        if share.tied.keys() != share.tied_sums.keys():
+            raise ManifestCorrupt(where, "it has tied names without sums")
+    except UnsupportedFormat:
+        raise
     except (InvalidInput, UnsupportedTensor) as error:  # a box or a name that cannot be
         raise ManifestCorrupt(where, str(error)) from error
     return share
@@ -94,13 +107,15 @@ def merged(shares: Sequence[Share]) -> Manifest:
     missing = list(_rank_problems(shares))
     problems = [*missing, *_disagreements(shares)]
     tied = _tied(shares)
+    summed_as = summed_names(tied)
     held: dict[str, list[tuple[int, ShareEntry]]] = defaultdict(list)
     for share in shares:
-        for entry in _expanded(share, tied):
+        for entry in _expanded(share, tied, summed_as):
             held[entry.name].append((share.rank, entry))
     problems += [problem for entries in held.values() for problem in _entry_problems(entries)]
+    problems += _tie_problems(shares, summed_as)
     boxes = {name: _boxes(entries) for name, entries in held.items()}
-    tensors = tuple(_tensor(entries[0][1], boxes[name], first.algorithm) for name, entries in held.items())
+    tensors = tuple(_tensor(entries[0][1], boxes[name], summed_as.get(name, "")) for name, entries in held.items())
     manifest = Manifest(
         version=first.version,
         sequence=max(share.sequence for share in shares),
@@ -155,15 +170,27 @@ def _tied(shares: Sequence[Share]) -> dict[str, str]:
     return {name: min(holders) for name, holders in told.items() if len(holders) == 1 and name not in own}
 
 
-def _expanded(share: Share, tied: dict[str, str]) -> Iterator[ShareEntry]:
-    """The entries of a share; a name that is tied here and not everywhere has the box of its holder as its own."""
+def _tie_problems(shares: Sequence[Share], summed_as: dict[str, str]) -> Iterator[str]:
+    """Publishers that hold boxes of tied bytes and do not say what these add to the sum that counts."""
+    for share in shares:
+        for entry in share.entries:
+            name = summed_as.get(entry.name)
+            if name is not None and 0 not in entry.box.shape and name not in share.tied_sums:
+                yield f"{name!r} is tied to {entry.name!r}, and rank {share.rank}, which holds boxes of it, does not say so"
+
+
+def _expanded(share: Share, tied: dict[str, str], summed_as: dict[str, str]) -> Iterator[ShareEntry]:
+    """The entries of a share, summed as the version is; a name that is tied here and not everywhere has the box of its
+    holder as its own.
+    """
     entries = {entry.name: entry for entry in share.entries}
     for entry in share.entries:
         if entry.name not in tied:
-            yield entry
+            other = share.tied_sums.get(summed_as.get(entry.name, ""), entry.sum)
+            yield msgspec.structs.replace(entry, sum=other)
     for name, holder in share.tied.items():
         if name not in tied and holder in entries:
-            yield msgspec.structs.replace(entries[holder], name=name)
+            yield msgspec.structs.replace(entries[holder], name=name, sum=share.tied_sums[name])
 
 
 def _entry_problems(entries: Sequence[tuple[int, ShareEntry]]) -> Iterator[str]:
@@ -175,7 +202,7 @@ def _entry_problems(entries: Sequence[tuple[int, ShareEntry]]) -> Iterator[str]:
         yield f"tensor {name!r} is {described}"
     same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, str]]] = defaultdict(list)
     for rank, entry in entries:
-        same[entry.box.start, entry.box.shape].append((rank, entry.digest))
+        same[entry.box.start, entry.box.shape].append((rank, f"{entry.digest} with {entry.sum}"))
     for (start, shape), told in same.items():
         if prod(shape) and len({digest for _, digest in told}) > 1:
             described = ", ".join(f"{digest} at rank {rank}" for rank, digest in told)
@@ -183,23 +210,19 @@ def _entry_problems(entries: Sequence[tuple[int, ShareEntry]]) -> Iterator[str]:
 
 
 def _boxes(entries: Sequence[tuple[int, ShareEntry]]) -> tuple[BoxEntry, ...]:
-    ranks: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, str]]] = defaultdict(list)
+    same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, ShareEntry]]] = defaultdict(list)
     for rank, entry in entries:
         if prod(entry.box.shape):
-            ranks[entry.box.start, entry.box.shape].append((rank, entry.digest))
+            same[entry.box.start, entry.box.shape].append((rank, entry))
     return tuple(
-        BoxEntry(start=start, shape=shape, digest=told[0][1], ranks=tuple(rank for rank, _ in told))
-        for (start, shape), told in sorted(ranks.items())
+        BoxEntry(
+            start=start, shape=shape, digest=told[0][1].digest, ranks=tuple(rank for rank, _ in told), sum=told[0][1].sum
+        )
+        for (start, shape), told in sorted(same.items())
     )
 
 
-def _tensor(entry: ShareEntry, boxes: Sequence[BoxEntry], algorithm: Algorithm) -> TensorEntry:
-    return TensorEntry(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        part=0,
-        offset=0,
-        nbytes=prod(entry.shape) * entry.dtype.itemsize,
-        digest=boxes_digest(((box, box.digest) for box in boxes), algorithm),
-    )
+def _tensor(entry: ShareEntry, boxes: Sequence[BoxEntry], summed_as: str) -> TensorEntry:
+    total = str(add_up(Sum.parse(box.sum) for box in boxes))
+    spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+    return entry_of(spec, digests=Digests("", total), summed_as=summed_as)

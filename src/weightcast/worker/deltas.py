@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from weightcast.clock import Deadline
-from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, inspect, move
-from weightcast.delta.container import check_table
+from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, move
+from weightcast.delta.container import check_table, packing_of
 from weightcast.delta.sparse import check_specs
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
@@ -44,11 +44,16 @@ class DeltaChain:
         """Bytes that were fetched."""
         return sum(map(len, self.payloads))
 
+    @property
+    def needs_no_base(self) -> bool:
+        """Whether it can be decoded without the state it starts on."""
+        return all(packing_of(payload) == "gaps" for payload in self.payloads)
+
     def fits(self, plan: Plan, manifest: Manifest) -> bool:
         """Whether it can be decoded along a model that holds the version it starts on. A model that ignores tensors of the
         version can follow only a packing that needs no base.
         """
-        return _holds_all(plan, manifest) or all(inspect(payload).packing == "gaps" for payload in self.payloads)
+        return _holds_all(plan, manifest) or self.needs_no_base
 
     def along(self, plan: Plan, manifest: Manifest) -> Delta:
         """All of it as one delta, decoded along the live weights, which hold the version that the first is based on."""

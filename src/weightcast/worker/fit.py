@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weightcast.errors import Mismatch, VersionDoesNotFit
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import Array
 from weightcast.tensors.placing import converts
 from weightcast.tensors.spec import bare_names, barest_names, check_distinct
+from weightcast.tensors.sums import array_sum
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.targets.base import Slot
 from weightcast.worker.targets.capture import CapturedPart
@@ -26,6 +28,9 @@ TRANSFORMER_GROUPS: tuple[Group, ...] = (
     ("*.q_proj.bias", "*.k_proj.bias", "*.v_proj.bias"),
     ("*.gate_proj.weight", "*.up_proj.weight"),
 )
+
+
+_TIED = "the model ties these names to one memory, the version has different bytes for them"
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes to fetch."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+    def with_entries(self, entries: Mapping[str, TensorEntry]) -> Plan:
+        """The same with these entries for tensors of their names."""
+        return Plan(
+            tuple(
+                Landing(entries[one.entry.name], one.slot, tuple(entries[entry.name] for entry in one.same))
+                for one in self.landings
+            )
+        )
 
     def slots(self) -> dict[str, list[Slot]]:
         """The slots that each tensor lands in, by the tensor's name."""
@@ -168,8 +182,23 @@ class _Arrivals:
                 yield Mismatch("shape", entry.name, f"the model has {list(wanted.shape)}, the version {list(entry.shape)}")
         distinct = {entry.name for entry in entries}
         if len(distinct) > 1 and (not self._digests or len({entry.digest for entry in entries}) > 1):
-            detail = "the model ties these names to one memory, the version has different bytes for them"
-            yield Mismatch("tied", " = ".join(sorted(distinct)), detail)
+            yield Mismatch("tied", " = ".join(sorted(distinct)), _TIED)
+
+
+def check_ties(version: str, plan: Plan, array_of: Callable[[Landing], Array]) -> None:
+    """Refuse a version that has different bytes for names that the model ties to one memory.
+
+    Where such tensors have digests of bytes, planning has compared these. Others are compared by their sums, which depend on
+    the name: each must be that of the one array that the slot takes.
+    """
+    different = [
+        Mismatch("tied", f"{landing.entry.name} = {entry.name}", _TIED)
+        for landing in plan.landings
+        for entry in landing.same
+        if entry.sum and not entry.digest and str(array_sum(entry.sum_spec, array_of(landing))) != entry.sum
+    ]
+    if different:
+        raise VersionDoesNotFit(version, different)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
-from weightcast.tensors.digest import Algorithm, Hasher
-from weightcast.tensors.flat import BLOCK_NBYTES, Array, Buffer, Bytes, byte_blocks
+from weightcast.tensors.flat import BLOCK_NBYTES, Buffer, Bytes, byte_blocks
+from weightcast.tensors.sums import Sum, tensor_hasher
 from weightcast.transports.base import Follow, Landed, Witness
+from weightcast.wire.manifest import TensorEntry
 
 COPY_NBYTES = 256 << 10  # copied and then hashed: source and copy stay in a core's own cache
 # From some size on, memcpy writes past the caches, in half the time: that is worth more than hashing from the cache.
@@ -20,10 +21,13 @@ Check = Callable[[], None]
 
 
 class RunningDigest:
-    """The digest of a tensor whose bytes come in any order. Those that come in order are hashed as they come."""
+    """The digest of a tensor whose bytes come in any order. Those that come in order are hashed as they come.
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._hasher = Hasher(algorithm)
+    It is of the kind that the entry of the tensor has: a digest of its bytes, or its sum.
+    """
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._hasher = tensor_hasher(entry.sum_spec, entry.proof or str(Sum()))
         self._seen = 0
 
     def add(self, offset: int, data: Buffer) -> bool:
@@ -169,12 +173,3 @@ def copy_all(
 
 class _Stopped(Exception):
     """A thread was told to stop."""
-
-
-def watched_digest(array: Array, algorithm: Algorithm, check: Check) -> str:
-    """The digest of an array; `check` is called every few milliseconds and may raise."""
-    hasher = Hasher(algorithm)
-    for block in byte_blocks(array, nbytes=4 * BLOCK_NBYTES):
-        hasher.update(block.data)
-        check()
-    return hasher.digest()

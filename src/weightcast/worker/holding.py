@@ -8,8 +8,9 @@ from weightcast import logs
 from weightcast.errors import CommitFailed, InvalidInput, NotFound, UpdateFailed, WeightcastError, WrongState
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
-from weightcast.worker.commits.staged import Tick, prove_slots
+from weightcast.worker.commits.staged import Tick, prove_landings
 from weightcast.worker.result import UpdateResult, finished
+from weightcast.worker.scrub import Scrubber
 from weightcast.worker.serving import Entered, Former, Served, StagedUpdate, Torn
 from weightcast.worker.states import RESTING, Lifecycle, State
 
@@ -27,6 +28,7 @@ class Holding:
         self.lifecycle = Lifecycle(state)
         self.served: Served | None = None
         self._rank, self._post_load, self._tick, self._keep_previous = rank, post_load, tick, keep_previous
+        self.scrubber = Scrubber(self)
         self._staged: StagedUpdate | None = None
         self._entered: Entered | None = None
         self._spare: Spare | None = None
@@ -44,8 +46,7 @@ class Holding:
         if self.served is None or not self.served.proved or self.lifecycle.state is not State.READY or not manifest.sealed:
             return False
         held = self.served.full or self.served.manifest
-        same = manifest.boxes == held.boxes if manifest.boxes else manifest.root_digest == held.root_digest
-        return same and held.version == manifest.version
+        return (held.root_digest, held.version) == (manifest.root_digest, manifest.version)
 
     # -- staged --------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class Holding:
         staged.timeline.enter("settle")
         self._entered = None
         self.served = Served(staged.manifest, staged.plan, proved=staged.checksum, full=staged.full)
+        self.scrubber.follow(self.served, staged.commit.growth)
         self._spare = staged.commit.next_spare() if isinstance(staged.commit, DeltaSwapCommit) else None
         if self._keep_previous and before is not None and before.proved and staged.commit.keep_way_back():
             self._former = Former(before, staged.commit)
@@ -171,8 +173,8 @@ class Holding:
         def go_back() -> None:
             commit.undo()
             self._post_load()
-            expected = ((landing.slot, landing.entry.digest) for landing in served.plan.landings)
-            prove_slots(f"version {served.manifest.version} after rolling back to it", expected, self._tick)
+            where = f"version {served.manifest.version} after rolling back to it"
+            prove_landings(where, served.plan.landings, self._tick)
 
         try:
             go_back()

@@ -11,21 +11,24 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self, get_args
 
+from msgspec.structs import replace
+
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.errors import ClearIncomplete, InvalidInput, WeightcastError, WrongState
-from weightcast.tensors.digest import DEFAULT, array_digest, root_digest
-from weightcast.tensors.spec import TensorSpec
+from weightcast.errors import ClearIncomplete, DigestMismatch, InvalidInput, WeightcastError, WrongState
+from weightcast.tensors.digest import DEFAULT, algorithm_of, array_digest
+from weightcast.tensors.sums import array_sum, root_of_sums
 from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver, Use
 from weightcast.transports.registry import Source
-from weightcast.wire.manifest import Manifest
+from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.fit import FitRules, Group
 from weightcast.worker.holding import Holding, name_foreign
 from weightcast.worker.result import CommitMode, Timeline, UpdateResult, finished
 from weightcast.worker.route import choose_version
+from weightcast.worker.scrub import ScrubReport
 from weightcast.worker.serving import StagedUpdate
 from weightcast.worker.shard_layout import Shards
 from weightcast.worker.shard_target import BoxTarget
@@ -155,16 +158,15 @@ class LiveModel:
             raise WrongState("take the root digest", self.state, [State.READY])
         served = self._holding.served
         if served is None:
-            return root_digest((slot.spec, array_digest(slot.live())) for slot in self._slots())
-        algorithm = served.manifest.algorithm or DEFAULT
-        digests: dict[TensorSpec, str] = {}
+            return root_of_sums((slot.spec, str(array_sum(slot.spec, slot.live()))) for slot in self._slots())
+        found: dict[str, TensorEntry] = {}
         for landing in served.plan.landings:
-            digest = array_digest(landing.slot.live(), algorithm)
             for entry in (landing.entry, *landing.same):
-                if digest != entry.digest or entry.spec not in digests:  # of several slots, the one that is wrong counts
-                    digests[entry.spec] = digest
+                live = _live_entry(entry, landing.slot, self._tick)
+                if live != entry or entry.name not in found:  # of several slots, the one that is wrong counts
+                    found[entry.name] = live
             self._tick()
-        return root_digest(digests.items(), algorithm)
+        return compute_root(tuple(found.values()), served.manifest.algorithm or DEFAULT)
 
     # -- updating in one step ------------------------------------------------------------------------------------
 
@@ -307,8 +309,25 @@ class LiveModel:
         """
         self._holding.drop_spare()
 
+    # -- scrubbing ---------------------------------------------------------------------------------------------------
+
+    def scrub(self, share: float, damaged: Callable[[DigestMismatch], None]) -> None:
+        """Compare live memory with what was committed all the time, in a thread that takes at most this share of one core.
+
+        It finds foreign writes and bit rot. `damaged` is called with what was found, once for each version, by that thread.
+        """
+        if not 0 < share <= 1:
+            raise InvalidInput(f"a scrubber cannot take {share:g} of a core: give a share above 0 and up to 1.")
+        self._holding.scrubber.start(share, damaged)
+
+    @property
+    def scrubbed(self) -> ScrubReport:
+        """How long the last pass of the scrubber took, and when it ended."""
+        return self._holding.scrubber.report
+
     def close(self) -> None:
-        """End the connection to a source that was kept for the next update. The model stays as it is, and can be used."""
+        """End the scrubber and the connection to a source that was kept for the next update. The model stays as it is."""
+        self._holding.scrubber.stop()
         self._kept.close()
 
     def __enter__(self) -> Self:
@@ -411,6 +430,13 @@ def _after_write(parts: Sequence[CapturedPart], post_load: Callable[[], None] | 
 def _end_cut(version: ShardVersion, release: Callable[[], None]) -> None:
     version.close()
     release()
+
+
+def _live_entry(entry: TensorEntry, slot: Slot, tick: Callable[[], None]) -> TensorEntry:
+    """A tensor with the sum of its live elements, or, in format 1, the digest of its live bytes."""
+    if entry.sum or not entry.digest:
+        return replace(entry, sum=str(array_sum(entry.sum_spec, slot.live(), tick)))
+    return replace(entry, digest=array_digest(slot.live(), algorithm_of(entry.digest)))
 
 
 def _check_mode(mode: str) -> None:

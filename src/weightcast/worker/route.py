@@ -43,18 +43,21 @@ def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: 
     return manifest
 
 
-def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline) -> Route:
+def plan_route(
+    receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline, sliced: bool = False
+) -> Route:
     """Follow a delta's bases to what the model holds, or else to the nearest full version.
 
     From what is held it takes fewer bytes than from the full version, as the deltas are the last of the same chain; a source
-    that can fold them is asked first. With `deltas=never` nothing is built on what the model holds. Raises
+    that can fold them is asked first. With `deltas=never` nothing is built on what the model holds. `sliced`: the model
+    holds slices, and decodes without the base. Raises
     `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
     """
     if delta_use(receiver) == "never":
         held = None
     ready = held is not None and manifest.base is not None and _is_base(held, manifest.base)
     if held is not None and not ready and isinstance(receiver, CatchUpReceiver):
-        short = receiver.shortcut(manifest, held, sliced=False, deadline=deadline)
+        short = receiver.shortcut(manifest, held, sliced=sliced, deadline=deadline)
         if short is not None:
             return Route(manifest, None, (short,))
     deltas: list[Manifest] = []

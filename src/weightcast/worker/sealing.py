@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from weightcast.clock import Deadline
 from weightcast.errors import SourceFailed
-from weightcast.tensors.box_digest import array_boxes_digest
-from weightcast.tensors.digest import DEFAULT, bytes_digest
-from weightcast.tensors.flat import Array, Piece
+from weightcast.tensors.flat import Piece
+from weightcast.tensors.sums import Sum
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
-
-Check = Callable[[], None]
 
 
 class Expected:
@@ -39,17 +36,16 @@ class Expected:
     def digest(self, entry: TensorEntry) -> str:
         """What the digest of a tensor must be; empty if nobody has said it yet."""
         if self.sealed:
-            return entry.digest
-        if entry.nbytes == 0:  # no piece is sent that could carry it
-            return bytes_digest(b"", self._manifest.algorithm or DEFAULT)
-        return self._late.get(entry.name, "")
+            return entry.proof
+        empty = str(Sum()) if entry.nbytes == 0 else ""  # of an empty one no piece is sent that could carry it
+        return self._late.get(entry.name, empty)
 
     def complete(self, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Tensors that have all come, with their digests. `SourceFailed` lists those that nobody said the digest of."""
         if self.sealed:
             return dict(entries)
-        found = {name: replace(entry, digest=self.digest(entry)) for name, entry in entries.items()}
-        lacking = [name for name, entry in found.items() if not entry.digest]
+        found = {name: replace(entry, sum=self.digest(entry)) for name, entry in entries.items()}
+        lacking = [name for name, entry in found.items() if not entry.sum]
         if lacking:
             raise SourceFailed(
                 f"{self._receiver.url} sent {self._manifest.version} without the digest of {len(lacking)} tensor(s), so "
@@ -69,11 +65,11 @@ class Expected:
         after = self._receiver.manifest(before.version, deadline=deadline)
         problems = differences(before, after)
         if not problems:
-            now = {entry.name: entry.digest for entry in after.tensors}
+            now = {entry.name: entry.sum for entry in after.tensors}
             problems = [
-                f"{entry.name} came with {entry.digest} and has {now[entry.name]}"
+                f"{entry.name} came with {entry.sum} and has {now[entry.name]}"
                 for entry in sent.values()
-                if entry.digest != now[entry.name]
+                if entry.sum != now[entry.name]
             ]
         if problems:
             raise SourceFailed(
@@ -82,20 +78,9 @@ class Expected:
         return after
 
 
-def shared_digest(manifest: Manifest, name: str, array: Array, check: Check) -> str | None:
-    """The digest of a tensor as a version that publishers share has it: over those of its boxes. None if it is whole."""
-    boxes = manifest.boxes.get(name, ())
-    if len(boxes) < 2:
-        return None
-    return array_boxes_digest(array, boxes, manifest.algorithm or DEFAULT, check)
-
-
-def flattened(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
-    """A version that publishers share, once it is proved: with the digests that its whole tensors were found to have.
-
-    So what a model serves can be compared with the same weights from anywhere else. It still names the boxes.
-    """
-    tensors = tuple(replace(entry, digest=digests.get(entry.name, entry.digest)) for entry in manifest.tensors)
+def summed(manifest: Manifest, sums: Mapping[str, str]) -> Manifest:
+    """A manifest with the sums of its tensors, which it lacked."""
+    tensors = tuple(replace(entry, sum=sums[entry.name]) for entry in manifest.tensors)
     return replace(manifest, tensors=tensors, root_digest=compute_root(tensors, manifest.algorithm))
 
 

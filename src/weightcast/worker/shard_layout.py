@@ -15,6 +15,7 @@ from weightcast.tensors.boxes import Box, Held
 from weightcast.tensors.placing import converts
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.fit import misfit
+from weightcast.worker.shard_sums import BoxSum
 
 Shape = tuple[int, ...]
 
@@ -23,13 +24,15 @@ Shape = tuple[int, ...]
 class HeldVersion:
     """What a rank serves now: `full` as it was published, `shard` as the rank sees it, and the URL it came from.
 
-    `proved` is false where its digests were not compared: then no delta is worked out from what these manifests say.
+    `proved` is false where its digests were not compared: then no delta is worked out from what these manifests say. `sums`
+    are what its boxes add to the sums of the version, in the order of the layout.
     """
 
     full: Manifest
     shard: Manifest
     source: str
     proved: bool = True
+    sums: tuple[BoxSum, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ import numpy as np
 
 from weightcast.clock import Deadline
 from weightcast.delta import State
-from weightcast.delta.lanes import kind_of, lane_count
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed
-from weightcast.tensors.digest import DEFAULT
+from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Piece, flat_bytes
+from weightcast.tensors.lanes import kind_of, lane_count
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import array_proof
 from weightcast.transports.base import BoxReceiver, MappedReceiver, Receiver, StateReceiver
 from weightcast.wire.manifest import Manifest, TensorEntry
-from weightcast.worker.hashing import COPY_NBYTES, Check, RunningDigest, watched_digest
+from weightcast.worker.hashing import COPY_NBYTES, Check, RunningDigest
 from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, mapped, received
 
@@ -27,6 +29,7 @@ Wholes = Generator[tuple[TensorEntry, Array | None], None, None]
 Arrivals = Generator[tuple[Piece, bool], None, None]
 
 _TELL_NBYTES = 4 << 20
+_BYTES = TensorSpec("box", DType.U8, ())  # boxes are compared by digests of their bytes
 
 
 class Tally:
@@ -106,7 +109,7 @@ class Origin:
         self.check_readable()
         arrivals = _Arrivals(entries, takers, proof, deadline, tally)
         for entry in entries.values():  # nothing is sent for a tensor without elements
-            if entry.nbytes == 0 and proof.holds(entry, proof.running(), None, deadline):
+            if entry.nbytes == 0 and proof.holds(entry, proof.running(entry), None, deadline):
                 yield entry, np.empty(entry.shape, dtype=entry.dtype.numpy)
         if self.manifest.base is not None and isinstance(self.receiver, StateReceiver):
             with self.receiver.opened_state(self.manifest, deadline=deadline) as state:
@@ -128,16 +131,16 @@ class Proof:
 
     def __init__(self, origin: Origin, *, checksum: bool, hashed: bool = True) -> None:
         self._where = f"version {origin.manifest.version} as received from {origin.receiver.url}"
-        self._algorithm = (origin.manifest.algorithm or DEFAULT) if checksum or hashed else None
+        self._hashed = checksum or hashed
         self._checksum = checksum
         self.unproved: dict[str, str] = {}
         self._expected = Expected(origin.receiver, origin.manifest)
         self._wrong: list[tuple[str, str, str]] = []
         self._unknown: dict[str, TensorEntry] = {}
 
-    def running(self) -> RunningDigest | None:
+    def running(self, entry: TensorEntry) -> RunningDigest | None:
         """What the bytes of one tensor are to be shown to; None if nobody checks."""
-        return RunningDigest(self._algorithm) if self._algorithm else None
+        return RunningDigest(entry) if self._hashed else None
 
     def note(self, piece: Piece) -> None:
         """A piece came, which may carry the digest of its tensor."""
@@ -160,9 +163,9 @@ class Proof:
 
     def box_holds(self, name: str, memory: Bytes, wanted: str, check: Check) -> bool:
         """Whether a box is what it must be."""
-        if self._algorithm is None or not self._checksum:
+        if not self._checksum:
             return True
-        found = watched_digest(memory, self._algorithm, check)
+        found = array_proof(_BYTES, memory, wanted, check)
         if found != wanted:
             self._wrong.append((name, wanted, found))
         return found == wanted
@@ -234,7 +237,9 @@ class _Arrivals:
                 self.proof.note(piece)
                 if name not in arriving:
                     there = None if lying is None else lying[name]
-                    arriving[name] = _Arriving(self.entries[name], self.takers, self.proof.running(), there)
+                    arriving[name] = _Arriving(
+                        self.entries[name], self.takers, self.proof.running(self.entries[name]), there
+                    )
                 arriving[name].add(piece)
                 self.tally.add(len(piece.data))
                 if complete:

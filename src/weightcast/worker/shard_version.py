@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
 from contextlib import closing
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -14,9 +15,11 @@ from weightcast.tensors.flat import Array, Piece, Pieces, flat_bytes
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
+from weightcast.worker.commits.staged import StagedCommit
 from weightcast.worker.shard_assembly import assembled
 from weightcast.worker.shard_layout import HeldVersion, Shards
 from weightcast.worker.shard_stream import Origin, Proof, untold
+from weightcast.worker.shard_sums import BoxSum, add_changes, sum_parameter
 
 
 class ShardVersion:
@@ -41,12 +44,14 @@ class ShardVersion:
         changes: Delta | None,
         nbytes: int,
         unproved: Mapping[str, str],
+        sums: tuple[BoxSum, ...] = (),
     ) -> None:
         self.url = origin.receiver.url
         self.full = origin.manifest
         self.shard = shard
         self.nbytes = nbytes
         self.unproved = unproved
+        self._sums = sums
         self._origin, self._shards, self._buffers = origin, shards, buffers
         self._held, self._restore = held, restore
         self._arrays, self._changes = arrays, changes
@@ -60,6 +65,18 @@ class ShardVersion:
     def unchanged(self) -> bool:
         """Whether the rank serves these very bytes already, under whatever name."""
         return self._changes is not None and not self._changes.tensors
+
+    def sums(self, staged: StagedCommit, deadline: Deadline) -> tuple[BoxSum, ...]:
+        """What the boxes of the rank will add to the sums of the version, once this is committed."""
+        check = partial(deadline.check, f"summing {self.full.version}")
+        held, entries = self._shards.named_as(self.full), self.full.by_name()
+        if self.by_delta and self._held is not None:
+            edits = {edit.spec.name: edit for edit in staged.changes()}
+            return tuple(add_changes(self._held.sums, held, entries, edits, check))
+        if self._arrays is None:
+            return self._sums
+        arrays = self._arrays
+        return tuple(total for one in held for total in sum_parameter(one, entries, arrays[one.spec.name], check))
 
     def newest(self) -> str:
         """The version that was cut."""

@@ -9,11 +9,11 @@ needs to know nothing of slices, fused or transposed layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weightcast import logs
 from weightcast.clock import Deadline
@@ -23,17 +23,18 @@ from weightcast.errors import InvalidInput, SourceFailed
 from weightcast.tensors.boxes import Held
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array
+from weightcast.tensors.sums import Digests, array_sum
 from weightcast.transports.base import CatchUpReceiver, Receiver, StateReceiver, delta_use
-from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, compute_root
+from weightcast.wire.manifest import BaseRef, Manifest, compute_root, entry_of
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.deltas import fetched_chain
-from weightcast.worker.hashing import watched_digest
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import NO_DELTA, insist_on_deltas, plan_route
 from weightcast.worker.serving import Stopwatch
 from weightcast.worker.shard_assembly import assembled, needed, needed_nbytes
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
 from weightcast.worker.shard_stream import Origin, Progress, Proof, Tally
+from weightcast.worker.shard_sums import BoxSum, sum_parameter
 from weightcast.worker.shard_version import ShardVersion
 
 __all__ = ["CutMode", "HeldVersion", "Shape", "ShardVersion", "Shards", "cut"]
@@ -62,8 +63,8 @@ def cut(
     """Fetch what a rank needs of a version, prove it, and put the rank's parameters together. Runs beside the engine.
 
     `held` is what the rank serves: nothing is fetched if it is the same state under another name. A delta on it
-    becomes a delta of the rank's own parameters, proved against the full new state, unless `mode` is "inplace" or dtypes
-    differ. With "inplace" everything is read and proved now, and streamed a
+    becomes a delta of the rank's own parameters, unless `mode` is "inplace" or dtypes differ. The sums of all ranks together
+    prove that. With "inplace" everything is read and proved now, and streamed a
     second time by `pieces`, so the receiver must stay open. `restore` is where `held` can be streamed from again.
     `progress` is told bytes done and in total. Memory for parameters comes from `buffers`, but for "inplace", which holds
     only parameters that are not complete yet, and a little.
@@ -100,6 +101,13 @@ def cut(
     return version
 
 
+class _Summed(NamedTuple):
+    """The sum of a parameter under its own name, and those of its boxes under the names of the version."""
+
+    parameter: str
+    boxes: list[BoxSum]
+
+
 @dataclass(frozen=True)
 class _Cut:
     origin: Origin
@@ -132,67 +140,69 @@ class _Cut:
         converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
         if converted or not self._same_layout(held) or held.full.tied != manifest.tied:
             return ()
-        if isinstance(receiver, CatchUpReceiver):
-            short = receiver.shortcut(manifest, held.full, sliced=True, deadline=self.deadline)
-            return (short,) if short is not None else ()
         if manifest.base is None:
             return ()
-        route = plan_route(receiver, manifest, held=held.full, deadline=self.deadline)
+        route = plan_route(receiver, manifest, held=held.full, sliced=True, deadline=self.deadline)
         return route.deltas if route.full is None else ()
 
     def whole(self, *, keep: bool) -> ShardVersion:
-        """All parameters, cut from the whole tensors; kept, or only hashed."""
+        """All parameters, cut from the whole tensors. Those that are kept are summed when they are staged, others here."""
         self.origin.check_readable()
         held = self.shards.named_as(self.origin.manifest)
         tally = Tally(needed_nbytes(self.origin, held), self.progress)
-        arrays: dict[str, Array] | None = {} if keep else None
         proof = Proof(self.origin, checksum=self.checksum)
-        digests = self._digests(held, tally, arrays, proof)
+        arrays: dict[str, Array] = {}
+        summed: dict[str, _Summed] = {}
+        check = partial(self.deadline.check, f"summing the parameters of {self.origin.manifest.version}")
+        entries = self.origin.manifest.by_name()
+        with closing(
+            assembled(self.origin, held, self.buffers, proof=proof, deadline=self.deadline, tally=tally)
+        ) as parameters:
+            for one, array in parameters:
+                if keep:
+                    arrays[one.spec.name] = array
+                else:
+                    own = str(array_sum(one.spec, array, check))
+                    summed[one.spec.name] = _Summed(own, sum_parameter(one, entries, array, check))
+                del array  # its memory is for the next one
         full = proof.seal(needed(self.origin, held), self.deadline)
-        return self._version(full, self._manifest(digests), tally, proof, arrays=arrays)
+        shard = self._manifest({name: one.parameter for name, one in summed.items()})
+        boxes = () if keep else tuple(total for one in held for total in summed[one.spec.name].boxes)
+        return self._version(full, shard, tally, proof.unproved, arrays=arrays if keep else None, sums=boxes)
 
     def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
-        """The changes of all parameters; without deltas there are none. Digests follow from the full new state, for
-        parameters that it changes.
-        """
+        """The changes of all parameters; without deltas there are none. What they lead to is summed when they are staged."""
         manifest, before = self.origin.manifest, self.held
         if before is None:
             raise InvalidInput(f"version {manifest.version} cannot be reached by deltas from here.")
         held = self.shards.named_as(manifest)
         specs = {one.spec.name: one.spec for one in held}
         changes = self._sliced(self._folded(deltas), held) if deltas else Delta(specs, {})
-        changed = _changed(before.full, manifest)
-        touched = [
-            one for one in held if one.spec.name in changes.tensors or any(p.source in changed for p in one.placements)
-        ]
         payloads = sum(delta.payload.nbytes for delta in deltas if delta.payload is not None)
-        reads = 0 if self.origin.boxes else needed_nbytes(self.origin, touched)
-        tally = Tally(payloads + reads, self.progress)
+        tally = Tally(payloads, self.progress)
         tally.add(payloads)
-        proof = Proof(self.origin, checksum=self.checksum)
-        digests = {entry.name: entry.digest for entry in before.shard.tensors} | self._new_digests(touched, tally, proof)
-        shard = self._manifest(digests, base=before.shard)
-        changes = replace(changes, base_root=before.shard.root_digest, new_root=shard.root_digest)
-        return self._version(manifest, shard, tally, proof, changes=changes)
+        shard = self._manifest({}, base=before.shard)
+        changes = replace(changes, base_root=before.shard.root_digest)
+        return self._version(manifest, shard, tally, {}, changes=changes)
 
     def _folded(self, deltas: tuple[Manifest, ...]) -> Delta:
         """The changes of all tensors as one delta."""
-        receiver = self.origin.receiver
+        receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
+        chain = fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline)
+        if chain.needs_no_base:
+            return chain.alone()
+        log.info("delta decoded elsewhere", version=manifest.version, why="it is packed as 'classes', along the whole base")
         if isinstance(receiver, StateReceiver):
             return receiver.folded(deltas, deadline=self.deadline)
-        return fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline).alone()
-
-    def _new_digests(self, touched: Sequence[Held], tally: Tally, proof: Proof) -> dict[str, str]:
-        """The digests that these parameters must have in the new state: the source's, or taken from it here."""
-        if self.origin.boxes is None:
-            return self._digests(touched, tally, None, proof)
-        if not touched:
-            return {}
-        told = self.origin.boxes.held_digests(self.origin.manifest, touched, deadline=self.deadline)
-        lacking = sorted({one.spec.name for one in touched} - told.keys())
-        if lacking:
-            raise SourceFailed(f"{self.origin.receiver.url} did not tell the digests of {', '.join(lacking)}.")
-        return {one.spec.name: told[one.spec.name] for one in touched}
+        short = None
+        if isinstance(receiver, CatchUpReceiver) and held is not None:
+            short = receiver.shortcut(manifest, held.full, sliced=True, deadline=self.deadline)
+        if short is None:
+            raise SourceFailed(
+                f"version {manifest.version} at {receiver.url} is a delta packed as 'classes', which a rank that holds "
+                "slices cannot decode. Publish with packing 'gaps', or a full version."
+            )
+        return fetched_chain(receiver, (short,), checksum=self.checksum, deadline=self.deadline).alone()
 
     def _sliced(self, delta: Delta, held: Sequence[Held]) -> Delta:
         """What the parameters take of a delta, one after the other."""
@@ -202,25 +212,11 @@ class _Cut:
             self.deadline.check(f"slicing the deltas to {self.origin.manifest.version}")
         return Delta({one.spec.name: one.spec for one in held}, tensors)
 
-    def _digests(self, held: Sequence[Held], tally: Tally, kept: dict[str, Array] | None, proof: Proof) -> dict[str, str]:
-        """The digests of parameters as they are put together. They go into `kept`, or back to the buffers."""
-        algorithm = self.origin.manifest.algorithm or DEFAULT
-        check = partial(self.deadline.check, f"hashing the parameters of {self.origin.manifest.version}")
-        digests: dict[str, str] = {}
-        with closing(
-            assembled(self.origin, held, self.buffers, proof=proof, deadline=self.deadline, tally=tally)
-        ) as parameters:
-            for one, array in parameters:
-                digests[one.spec.name] = watched_digest(array, algorithm, check)
-                if kept is not None:
-                    kept[one.spec.name] = array
-                del array  # its memory is for the next one
-        return digests
-
-    def _manifest(self, digests: Mapping[str, str], base: Manifest | None = None) -> Manifest:
+    def _manifest(self, sums: Mapping[str, str], base: Manifest | None = None) -> Manifest:
+        """What the parameters are. They have no sums yet if they are summed when they are staged."""
         full = self.origin.manifest
         algorithm = full.algorithm or DEFAULT
-        tensors = tuple(_entries(self.shards, digests))
+        tensors = tuple(entry_of(one.spec, digests=Digests("", sums.get(one.spec.name, ""))) for one in self.shards.held)
         return Manifest(
             version=full.version,
             sequence=full.sequence,
@@ -228,7 +224,7 @@ class _Cut:
             kind="full" if base is None else "delta",
             created_s=full.created_s,
             algorithm=algorithm,
-            root_digest=compute_root(tensors, algorithm),
+            root_digest=compute_root(tensors, algorithm) if sums else "",
             parts=(),
             tensors=tensors,
             base=None if base is None else BaseRef(version=base.version, root_digest=base.root_digest),
@@ -239,33 +235,14 @@ class _Cut:
         full: Manifest,
         shard: Manifest,
         tally: Tally,
-        proof: Proof,
+        unproved: Mapping[str, str],
         *,
         arrays: dict[str, Array] | None = None,
         changes: Delta | None = None,
+        sums: tuple[BoxSum, ...] = (),
     ) -> ShardVersion:
         return ShardVersion(
             Origin(self.origin.receiver, full), shard, self.shards, self.buffers,
             held=self.held, restore=self.restore, arrays=arrays, changes=changes, nbytes=tally.nbytes,
-            unproved=proof.unproved,
+            unproved=unproved, sums=sums,
         )  # fmt: skip
-
-
-def _changed(before: Manifest, after: Manifest) -> set[str]:
-    """The tensors that have other bytes in the second version, or digests that cannot be compared."""
-    digests = {entry.name: entry.digest for entry in before.tensors}
-    return {entry.name for entry in after.tensors if digests.get(entry.name) != entry.digest}
-
-
-def _entries(shards: Shards, digests: Mapping[str, str]) -> Iterator[TensorEntry]:
-    for one in shards.held:
-        spec = one.spec
-        yield TensorEntry(
-            name=spec.name,
-            dtype=spec.dtype,
-            shape=spec.shape,
-            part=0,
-            offset=0,
-            nbytes=spec.nbytes,
-            digest=digests[spec.name],
-        )

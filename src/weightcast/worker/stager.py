@@ -16,10 +16,10 @@ from weightcast.worker.commits.delta import DeltaCommit, DeltaSwapCommit, Spare
 from weightcast.worker.commits.inplace import Stream, StreamedCommit
 from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain, fetched_chain
-from weightcast.worker.fit import FitRules, Plan, plan_update
+from weightcast.worker.fit import FitRules, Plan, check_ties, plan_update
 from weightcast.worker.result import CommitMode, Timeline
 from weightcast.worker.route import NO_DELTA, Route, insist_on_deltas, plan_route
-from weightcast.worker.sealing import flattened
+from weightcast.worker.sealing import summed
 from weightcast.worker.serving import Served
 from weightcast.worker.staging import Staging, provided
 from weightcast.worker.targets.capture import CapturedPart
@@ -111,27 +111,30 @@ class Stager:
         if mode == "swap":
             commit = DeltaSwapCommit(
                 plan, route.manifest, delta,
-                checksum=self.checksum, spare=take_spare(), buffers=self.buffers, tick=self.tick,
+                base=served.manifest, checksum=self.checksum, spare=take_spare(), buffers=self.buffers, tick=self.tick,
             )  # fmt: skip
         else:
-            commit = DeltaCommit(plan, route.manifest, delta, checksum=self.checksum, tick=self.tick)
+            commit = DeltaCommit(plan, route.manifest, delta, base=served.manifest, checksum=self.checksum, tick=self.tick)
         commit.prepare(self.deadline)
         done: CommitMode = "swap" if mode == "swap" else "delta"
-        return Prepared(route.manifest, plan, commit, done, deltas.nbytes)
+        manifest, plan = commit.sealed or (route.manifest, plan)
+        return Prepared(manifest, plan, commit, done, deltas.nbytes)
 
     def _from_full(self, route: Route, plan: Plan, mode: CommitMode) -> Prepared:
         manifest, full = route.manifest, route.full or route.manifest
         staging, nbytes = self._filled(full, full.transfers() if route.deltas else plan.entries)
         deltas = self._fetch(route.deltas)
         self.timeline.enter("verify")
-        verified = staging.verify(full, checksum=self.checksum, deadline=self.deadline)
-        if full.boxes or not full.sealed:  # several publishers, or a stream: the digests of its tensors are known now
-            manifest = full = flattened(full, verified.digests) if full.boxes else staging.seal(full, self.deadline)
+        given = isinstance(self.receiver, Provider) and not full.sealed
+        verified = staging.verify(full, checksum=self.checksum and not given, deadline=self.deadline)
+        if not full.sealed:  # a stream: the digests of its tensors are known now; what was given is summed only here
+            manifest = full = summed(full, verified.digests) if given else staging.seal(full, self.deadline)
             plan = plan_update(full, self.parts, self.rules, swap=mode == "swap")
         if deltas:
             deltas.move(staging.arrays, route.manifest.version, self.deadline)
             wanted = Staging(plan.entries, {name: staging.arrays[name] for name in plan.entries})
             verified = wanted.verify(route.manifest, checksum=self.checksum, deadline=self.deadline)
+        check_ties(manifest.version, plan, lambda landing: verified.arrays[landing.entry.name])
         self.timeline.enter("stage")
         done: CommitMode = "swap" if mode == "swap" else "copy"
         if done != mode:

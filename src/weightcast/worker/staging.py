@@ -14,7 +14,6 @@ import numpy as np
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, DigestMismatch, SourceFailed, UpdateCancelled, WeightcastError
-from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array, Bytes, Piece, empty, flat_bytes
 from weightcast.transports.base import LandingReceiver, MappedReceiver, MendingReceiver, Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
@@ -26,9 +25,8 @@ from weightcast.worker.hashing import (
     RunningDigest,
     copy_all,
     copy_hashed,
-    watched_digest,
 )
-from weightcast.worker.sealing import Expected, shared_digest
+from weightcast.worker.sealing import Expected
 
 log = logs.get(__name__)
 
@@ -132,7 +130,7 @@ class Staging:
         were copied to, while they are in the cache. `threads` copy what lies in shared memory.
         """
         self._expected = expected = Expected(receiver, manifest)
-        self._running = running = {name: RunningDigest(manifest.algorithm or DEFAULT) for name in self._entries}
+        self._running = running = {name: RunningDigest(entry) for name, entry in self._entries.items()}
         check = partial(deadline.check, f"receiving {manifest.version} from {receiver.url}")
         if isinstance(receiver, MappedReceiver) and receiver.holds(manifest):
             with mapped(receiver, manifest, self._entries, deadline) as sources:
@@ -167,16 +165,13 @@ class Staging:
         check = partial(deadline.check, f"verifying {manifest.version}")
         digests: dict[str, str] = {}
         for name, flat in self._flat.items():
-            running = self._running.pop(name, None) or RunningDigest(manifest.algorithm or DEFAULT)
+            running = self._running.pop(name, None) or RunningDigest(self._entries[name])
             digests[name] = running.finish(flat, check)
             check()
         if checksum:
             entries = self._entries if self._expected is None else self._expected.complete(self._entries)
             digests |= self._mended(manifest, entries, digests, deadline, check)
-            found = {
-                name: shared_digest(manifest, name, self.arrays[name], check) or digest for name, digest in digests.items()
-            }
-            check_digests(f"version {manifest.version} as received", entries, found)
+            check_digests(f"version {manifest.version} as received", entries, digests)
         return Verified(arrays=self.arrays, digests=digests)
 
     def _mended(
@@ -192,7 +187,7 @@ class Staging:
         mender = self._mender
         if mender is None:
             return again
-        for name in [name for name, digest in digests.items() if digest != entries[name].digest]:
+        for name in [name for name, digest in digests.items() if digest != entries[name].proof]:
             memory = self._flat[name]
             try:
                 ranges = mender.suspect(manifest, name, memory, deadline=deadline)
@@ -202,13 +197,13 @@ class Staging:
             except WeightcastError as error:  # then it stays wrong, and that is raised
                 log.warning("mend failed", version=manifest.version, tensor=name, error=error)
                 continue
-            again[name] = watched_digest(memory, manifest.algorithm or DEFAULT, check)
+            again[name] = RunningDigest(entries[name]).finish(memory, check)
             log.warning(
                 "tensor mended",
                 version=manifest.version,
                 tensor=name,
                 nbytes=sum(nbytes for _, nbytes in ranges),
-                right=again[name] == entries[name].digest,
+                right=again[name] == entries[name].proof,
             )
         return again
 
@@ -253,6 +248,6 @@ def _check_given(
 
 def check_digests(where: str, entries: Mapping[str, TensorEntry], found: Mapping[str, str]) -> None:
     """Raise `DigestMismatch` listing every tensor whose digest differs from its entry."""
-    wrong = [(name, entry.digest, found[name]) for name, entry in entries.items() if found[name] != entry.digest]
+    wrong = [(name, entry.proof, found[name]) for name, entry in entries.items() if found[name] != entry.proof]
     if wrong:
         raise DigestMismatch(where, wrong)

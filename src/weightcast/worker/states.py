@@ -39,6 +39,7 @@ class LegacyStatus(IntEnum):
 
 
 RESTING = frozenset({State.READY, State.CLEARED, State.FAILED})
+_WRITING = frozenset({State.COMMITTING, State.CLEARING})
 
 _NEXT: dict[State, frozenset[State]] = {
     State.READY: frozenset({State.STAGING, State.COMMITTING, State.CLEARING}),
@@ -58,6 +59,8 @@ class Lifecycle:
         self._state = state
         self._resting = state
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # held by who reads live memory beside the model
+        self.hurry = False  # the reader is waited for
 
     @property
     def state(self) -> State:
@@ -91,9 +94,28 @@ class Lifecycle:
     def _move(self, operation: str, to: State) -> None:
         if to not in _NEXT[self._state]:
             raise WrongState(operation, self._state, [state for state, after in _NEXT.items() if to in after])
+        if to in _WRITING:
+            self.hurry = True
+            with self._reading:
+                self._state, self.hurry = to, False
         self._state = to
         if to in RESTING:
             self._resting = to
+
+    def begin_reading(self) -> bool:
+        """Claim live memory for reading, which keeps commits and clears waiting until `end_reading`. False if one is
+        under way or waits. The reader must look at `hurry` and leave at once when it is set.
+        """
+        if self.hurry or not self._reading.acquire(blocking=False):
+            return False
+        if self._state in _WRITING or self._resting is not State.READY:
+            self._reading.release()
+            return False
+        return True
+
+    def end_reading(self) -> None:
+        """Let commits and clears go on."""
+        self._reading.release()
 
 
 _LEGACY = {

@@ -8,7 +8,8 @@ which and the next all of them execute it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # this file is read by programs that import nothing else of o
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-PROTOCOL = 3
+PROTOCOL = 4
 BEATS = 8
 
 
@@ -92,6 +93,13 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # -- weights: every rank stages and votes by itself, and commits between the same two steps as all others ------------------
 
 
+def version_name(name: str, patterns: Sequence[str]) -> str:
+    """What a version calls a tensor of a model whose tensors there match one of these patterns."""
+    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
+        return name
+    return patterns[0].partition("*")[0] + name
+
+
 class Feed(msgspec.Struct, frozen=True, kw_only=True):
     """Where one of a rank's models gets its tensors: a manifest (JSON, as the front end read it) and its source.
 
@@ -104,6 +112,10 @@ class Feed(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     names: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+
+    def version_name(self, name: str) -> str:
+        """What the version calls a tensor of the model."""
+        return version_name(name, self.names)
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -214,8 +226,23 @@ ToRank = Submit | Cancel | Command
 # -- ranks to front end --------------------------------------------------------------------------------------------------
 
 
+class SourceBox(msgspec.Struct, frozen=True, array_like=True):
+    """A box of one of the tensors that a model is made of, by the name that the model has for the tensor."""
+
+    source: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class PartLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank holds of one model: its boxes, in the order in which it votes, and the shapes of all tensors."""
+
+    boxes: tuple[SourceBox, ...]
+    sources: dict[str, tuple[int, ...]]
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank has met its peers and has its caches. It has no weights yet."""
+    """The rank has met its peers and has its caches. It has no weights yet. `layouts` are by the name of the model."""
 
     rank: int
     pid: int
@@ -224,6 +251,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: int
     vocab_size: int
     moe: bool
+    layouts: dict[str, PartLayout] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -238,11 +266,13 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent `BEATS` times per heartbeat period from the moment the process runs.
 
     `progress` counts layers, steps and messages handled. A rank that is `busy` and whose `progress` stands still hangs.
+    `damaged` is a version whose live weights were found to be others than those that were committed, and what was found.
     """
 
     rank: int
     progress: int
     busy: bool
+    damaged: tuple[str, str] | None = None
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,11 +364,14 @@ class RankRead(msgspec.Struct, frozen=True, kw_only=True):
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
     """A rank has staged a version: the result of `Stage`. `nbytes` were fetched; `reads` are in the order of the feeds.
 
-    `verify_s` of the time it took went into comparing the digests of what was staged.
+    `sums` say what was staged: for each feed, in the order of the rank's layout, what each box adds to the two sums of its
+    tensor, and how many elements that are; 64-bit numbers, little-endian. `verify_s` of the time it took went into comparing
+    the digests of what was staged.
     """
 
     nbytes: int
     reads: tuple[RankRead, ...]
+    sums: tuple[bytes, ...] = ()
     verify_s: float = 0.0
 
 

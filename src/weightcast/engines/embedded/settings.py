@@ -25,6 +25,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `source` is where updates come from unless they say otherwise. `state_dir` keeps the committed version and the pin beyond
     this process. `draft_names` are patterns of a version's tensors that
     feed the draft model; without any, updates leave it as it is. `graphs`: how steps are captured (`ranks/graphs.py`).
+    `scrub_share` of one core is what each rank takes to compare its live weights with what was committed; 0 does not.
     """
 
     model_dir: str
@@ -49,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     heartbeat_s: float = 2.0
     start_timeout_s: float = 120.0
     collective_timeout_s: float = 60.0
+    scrub_share: float = 0.02
 
     def __post_init__(self) -> None:
         counts = {
@@ -64,6 +66,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         wrong = [f"{name}={value}" for name, value in (counts | times).items() if value is not None and not value > 0]
         if self.max_step_tokens < self.max_batch:
             wrong.append(f"max_step_tokens={self.max_step_tokens} < max_batch={self.max_batch}")
+        if not 0 <= self.scrub_share <= 1:
+            wrong.append(f"scrub_share={self.scrub_share}")
         if self.draft_names and self.draft_dir is None:
             wrong.append(f"draft_names={list(self.draft_names)} without a draft model")
         if wrong:

@@ -27,7 +27,7 @@ from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver
-from weightcast.wire.manifest import Manifest
+from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.live_model import LiveModel
@@ -367,8 +367,13 @@ def changed_names(before: Manifest | None, after: Manifest) -> set[str]:
     """The names, tied ones too, whose bytes differ between two versions, told by their digests; all if there is nothing to
     compare.
     """
-    names = after.by_name()
-    if before is None or before.algorithm is None or before.algorithm != after.algorithm:
-        return set(names)
-    known = {name: (entry.dtype, entry.shape, entry.digest) for name, entry in before.by_name().items()}
-    return {name for name, entry in names.items() if known.get(name) != (entry.dtype, entry.shape, entry.digest)}
+    if before is None:
+        return set(after.by_name())
+    known = before.by_name()
+    return {name for name, entry in after.by_name().items() if not _equal(known.get(name), entry)}
+
+
+def _equal(before: TensorEntry | None, after: TensorEntry) -> bool:
+    if before is None or before.sum_spec != after.sum_spec:
+        return False
+    return bool((after.sum and after.sum == before.sum) or (after.digest and after.digest == before.digest))

@@ -17,7 +17,7 @@ from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays
 from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest
 from weightcast.tensors.flat import Array, Pieces
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, RANK, RANKS, recorded_number
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, RANK, RANKS, TensorEntry, recorded_number
 from weightcast.wire.snapshot_manifest import SnapshotManifest, decode_snapshot_manifest
 
 log = logs.get(__name__)
@@ -47,7 +47,7 @@ class Snapshot:
     """A snapshot whose files agree with each other, with what was asked for and with the manifest if there is one.
 
     `version`, `rank` and `ranks` are what the files record, None for files that do not. `specs` is in the
-    order of reading. `algorithm` is None and `digests` is empty where there is no manifest: such bytes cannot be proved.
+    order of reading. `algorithm` is None and `entries` is empty where there is no manifest: such bytes cannot be proved.
     """
 
     def __init__(self, located: Located, files: Sequence[_OpenedFile], manifest: SnapshotManifest | None) -> None:
@@ -58,7 +58,7 @@ class Snapshot:
         self.ranks = manifest.ranks if manifest else recorded_number(files[0].metadata, RANKS)
         self.specs: dict[str, TensorSpec] = {name: spec for file in files for name, spec in file.specs.items()}
         self.algorithm: Algorithm | None = manifest.algorithm if manifest else None
-        self.digests: dict[str, str] = {entry.name: entry.digest for entry in manifest.tensors} if manifest else {}
+        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in manifest.tensors} if manifest else {}
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ class Snapshot:
                 raise PartCorrupt(opened.located.path, "it was replaced while the snapshot was read: open it again")
 
     def _proof(self, *, check: bool) -> Proof:
-        return Proof(str(self.located.directory), self.digests, self.algorithm if check else None)
+        return Proof(str(self.located.directory), self.entries.values() if check else ())
 
     def _reopened(self, opened: _OpenedFile) -> SnapshotFile:
         stamp = _stamp(opened.located.path)

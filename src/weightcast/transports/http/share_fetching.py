@@ -15,9 +15,8 @@ import numpy as np
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import Conflict, Corrupt, DigestMismatch, NotFound, SourceFailed
-from weightcast.tensors.box_digest import box_of
 from weightcast.tensors.box_plan import Fetch, HeldBox, Wanted, chunks, moved, plan
-from weightcast.tensors.boxes import Box
+from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.digest import Algorithm, Hasher, bytes_digest
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.transports.http.client import DepotClient, Response, version_path

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from math import prod
 from time import sleep
@@ -19,10 +18,8 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import InvalidInput, SourceFailed, VersionNotSet, WeightcastError
 from weightcast.tensors.box_plan import chunks
-from weightcast.tensors.boxes import Box, Held
-from weightcast.tensors.digest import DEFAULT, array_digest
-from weightcast.tensors.flat import Array, Bytes, Piece, Pieces
-from weightcast.tensors.placing import place
+from weightcast.tensors.boxes import Box
+from weightcast.tensors.flat import Bytes, Piece, Pieces
 from weightcast.transports.base import UNSEEN, Landed, Witness
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import STALL_S, DepotClient, version_path
@@ -212,30 +209,7 @@ class SharesReceiver:
                     asked, data = wanted[index]
                     yield Piece(asked.tensor, starts[index], data.data)
 
-    # -- questions ----------------------------------------------------------------------------------------------------
-
-    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
-        """The digests that parameters must have. No publisher has all of a version, so they are put together here."""
-        algorithm = manifest.algorithm or DEFAULT
-        return {one.spec.name: array_digest(self._assembled(manifest, one, deadline), algorithm) for one in held}
-
-    def _assembled(self, manifest: Manifest, one: Held, deadline: Deadline) -> Array:
-        entries = manifest.by_name()
-        dtypes = [entries[placement.source].dtype for placement in one.placements]
-        boxes = [
-            np.empty(placement.box.shape, dtype=dtype.numpy) for placement, dtype in zip(one.placements, dtypes, strict=True)
-        ]
-        wanted = [
-            (BoxOf(placement.source, placement.box), box.reshape(-1).view(np.uint8))
-            for placement, box in zip(one.placements, boxes, strict=True)
-        ]
-        for _ in self.boxes(manifest, wanted, deadline=deadline):
-            continue
-        parameter = np.zeros(one.spec.shape, dtype=one.spec.dtype.numpy)
-        check = partial(deadline.check, f"hashing {one.spec.name}")
-        for placement, box in zip(one.placements, boxes, strict=True):
-            place(box, parameter, replace(placement, box=Box.whole(placement.box.shape)), check)
-        return parameter
+    # -- acknowledging ------------------------------------------------------------------------------------------------
 
     def acknowledge(self, manifest: Manifest, receiver: str, *, deadline: Deadline) -> None:
         """Tell all publishers that `receiver` serves a version now."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weightcast.errors import SourceFailed, UnsupportedTensor
-from weightcast.wire.manifest import Manifest, check_version_id, compute_root, repeats, tensor_problems
+from weightcast.wire.manifest import Manifest, check_version_id, compute_root, repeats, tensor_problems, tie_problems
 
 encode_description = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Manifest).decode
@@ -30,17 +30,10 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     check_version_id(manifest.version)
     if manifest.kind != "full" or manifest.algorithm is None:
         yield "it must be a full version with digests"
-    named = tuple(entry for entry in manifest.tensors if entry.digest)  # those of a stream have none yet
-    unnamed = tuple(entry for entry in manifest.tensors if not entry.digest)
-    if unnamed and manifest.sealed:
-        yield f"{len(unnamed)} tensor(s) have no digest"
-    yield from tensor_problems(named, manifest.algorithm)
-    yield from tensor_problems(unnamed, None)
+    yield from tensor_problems(manifest.tensors, manifest.algorithm, summed=manifest.sealed, placed=False)
     yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])
     yield from (f"{entry.name!r} starts at {entry.offset}" for entry in manifest.tensors if entry.offset < 0)
-    holders = {entry.name for entry in manifest.tensors}
-    lost = [(name, holder) for name, holder in manifest.tied.items() if holder not in holders]
-    yield from (f"{name!r} is tied to {holder!r}, which is not there" for name, holder in lost)
+    yield from tie_problems(manifest)
     if manifest.sealed and manifest.root_digest != _root(manifest):
         yield "the root digest does not follow from the tensors"
 

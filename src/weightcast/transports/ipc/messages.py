@@ -10,7 +10,7 @@ import msgspec
 
 from weightcast.transports.ipc.device import Handle
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_QUESTION_NBYTES = 1 << 16  # from receivers
 MAX_MESSAGE_NBYTES = 1 << 28  # from publishers: descriptions grow with the number of tensors
 

@@ -94,7 +94,9 @@ class NixlDepotReceiver(NixlReceiver):
         """The digests of boxes: that of the version for a whole tensor, else what the depot finds."""
         entries = manifest.transfers()
         known = {
-            i: entries[one.tensor].digest for i, one in wanted.items() if one.box == Box.whole(entries[one.tensor].shape)
+            i: entries[one.tensor].digest
+            for i, one in wanted.items()
+            if one.box == Box.whole(entries[one.tensor].shape) and entries[one.tensor].digest
         }
         held = [
             Held(
@@ -106,10 +108,6 @@ class NixlDepotReceiver(NixlReceiver):
         ]
         told = self._http.held_digests(manifest, held, deadline=deadline) if held else {}
         return known | {int(name): digest for name, digest in told.items()}
-
-    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
-        """The digests that parameters must have, as the depot works them out."""
-        return self._http.held_digests(manifest, held, deadline=deadline)
 
     def shortcut(self, manifest: Manifest, held: Manifest, *, sliced: bool, deadline: Deadline) -> Manifest | None:
         """The same version as one delta on what is held, if the depot can make one that is worth it."""

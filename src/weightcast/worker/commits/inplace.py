@@ -11,14 +11,14 @@ import numpy as np
 from weightcast.clock import Deadline
 from weightcast.delta.edit import move_tensor
 from weightcast.errors import SourceFailed
-from weightcast.tensors.digest import DEFAULT, Algorithm, array_digest
 from weightcast.tensors.flat import Array, Bytes, empty, flat_bytes
+from weightcast.tensors.sums import Sum, array_proof
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.commits.staged import StagedCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain
-from weightcast.worker.fit import Plan
-from weightcast.worker.sealing import Expected, flattened, shared_digest
+from weightcast.worker.fit import Plan, check_ties
+from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, check_digests, received
 from weightcast.worker.targets.base import Slot
 
@@ -65,16 +65,9 @@ class Stream:
         if not self.base.sealed:
             self.base = self.manifest = expected.seal(self.base_plan.entries, self.deadline)
             self.base_plan = self.plan = self.replan(self.manifest)
-        elif self.base.boxes:
-            found = {
-                entry.name: array_digest(landing.slot.live(), self.base.algorithm or DEFAULT)
-                for landing in self.base_plan.landings
-                for entry in (landing.entry, *landing.same)
-            }
-            self.base = self.manifest = flattened(self.base, found)
-            self.base_plan = self.plan = self.replan(self.manifest)
         if self.deltas:
             self._scatter()
+        check_ties(self.manifest.version, self.plan, lambda landing: landing.slot.live())
 
     def release_adopted(self) -> None:
         """Drop the memory that slots without any were given: the way back of a first load."""
@@ -105,7 +98,6 @@ class Stream:
         return digests
 
     def _scatter(self) -> None:
-        algorithm = self.manifest.algorithm or DEFAULT
         delta = self.deltas.along(self.base_plan, self.base)
         digests: dict[str, str] = {}
         for landing in self.plan.landings:
@@ -113,7 +105,7 @@ class Stream:
             if change is not None:
                 self.touched = True
                 move_tensor(landing.slot.lanes(), change)
-            self._digest(landing.slot, landing.entry.name, landing.entry.digest, algorithm, digests)
+            self._digest(landing.slot, landing.entry, landing.entry.proof, digests)
         if self.checksum:
             check_digests(f"version {self.manifest.version} in the live model", self.plan.entries, digests)
 
@@ -137,16 +129,16 @@ class Stream:
             if slot is not slots[0]:
                 self.touched = True
                 slot.write(np.ascontiguousarray(slots[0].live()))
-            self._digest(slot, entry.name, expected.digest(entry), self.base.algorithm or DEFAULT, digests)
+            self._digest(slot, entry, expected.digest(entry), digests)
 
     def _adopt(self, slot: Slot) -> None:
         self._adopted.append(slot)
         slot.install(slot.make(empty(slot.spec)))
 
-    def _digest(self, slot: Slot, name: str, wanted: str, algorithm: Algorithm, digests: dict[str, str]) -> None:
-        found = shared_digest(self.base, name, slot.live(), self.tick) or array_digest(slot.live(), algorithm)
-        if found != wanted or name not in digests:  # of several slots, the one that is wrong counts
-            digests[name] = found
+    def _digest(self, slot: Slot, entry: TensorEntry, wanted: str, digests: dict[str, str]) -> None:
+        found = array_proof(entry.sum_spec, slot.live(), wanted or str(Sum()), self.tick)
+        if found != wanted or entry.name not in digests:  # of several slots, the one that is wrong counts
+            digests[entry.name] = found
         self.tick()
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from weightcast.clock import Deadline
+from weightcast.delta.edit import TensorEdit
 from weightcast.errors import DigestMismatch, InvalidInput
-from weightcast.tensors.digest import algorithm_of, array_digest
-from weightcast.tensors.flat import Array
+from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.sums import Sum, array_proof
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.fit import Landing, Plan
@@ -18,6 +19,8 @@ from weightcast.worker.staging import Verified
 from weightcast.worker.targets.base import Slot
 
 Tick = Callable[[], None]
+
+_SAMPLED_NBYTES, _PAGE_NBYTES = 1 << 20, 4 << 10
 
 
 def silent() -> None:
@@ -32,6 +35,9 @@ class StagedCommit(ABC):
 
     # Whether undoing needs nothing but what the commit holds. If not, it may take long, and fail with the source.
     undoes_alone = True
+
+    # By how much it makes the sums of blocks of tensors grow; None if it writes all of them anew.
+    growth: Mapping[str, Mapping[int, Sum]] | None = None
 
     # What a commit that learned of it only by applying it is a commit of: a stream has its digests at its end.
     sealed: tuple[Manifest, Plan] | None = None
@@ -64,6 +70,10 @@ class StagedCommit(ABC):
     def prove(self) -> None:
         """Compare the live bytes with what they should be. Only reads. If this raises, `undo` is to be called."""
 
+    def changes(self) -> Iterable[TensorEdit]:
+        """What it is going to change in the live parameters, where it leaves most as it is."""
+        raise InvalidInput("only a commit by delta knows what it is going to change.")
+
     def keep_way_back(self) -> bool:
         """It counts now: hold on to what `undo` needs and to nothing else. False if it cannot be undone any more."""
         return True
@@ -84,16 +94,40 @@ class StagedCommit(ABC):
         self._tick()
 
 
-def prove_slots(where: str, expected: Iterable[tuple[Slot, str]], tick: Tick = silent) -> None:
-    """Raise `DigestMismatch` listing every slot whose live bytes do not have the digest beside it."""
+def prove_landings(where: str, landings: Iterable[Landing], tick: Tick = silent) -> None:
+    """Read all live memory. Raise `DigestMismatch` listing every slot that does not hold what its entry says."""
     wrong = []
-    for slot, digest in expected:
-        found = array_digest(slot.live(), algorithm_of(digest))
-        if found != digest:
-            wrong.append((slot.spec.name, digest, found))
+    for landing in landings:
+        entry = landing.entry
+        found = array_proof(entry.sum_spec, landing.slot.live(), entry.proof, tick)
+        if found != entry.proof:
+            wrong.append((landing.slot.spec.name, entry.proof, found))
         tick()
     if wrong:
         raise DigestMismatch(where, wrong)
+
+
+def prove_installed(plan: Plan, memories: Sequence[object]) -> None:
+    """Raise `DigestMismatch` unless each slot has the memory that was installed in it."""
+    wrong = [
+        (landing.slot.spec.name, "the memory that was installed", "other memory")
+        for landing, memory in zip(plan.landings, memories, strict=True)
+        if not _same_place(landing.slot.live(), landing.slot.seen(memory))
+    ]
+    if wrong:
+        raise DigestMismatch("the live model after the commit", wrong)
+
+
+def sampled(nbytes: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of a tensor that are read back after a copy: small ones whole, else its end and a page of each MiB."""
+    if nbytes <= _SAMPLED_NBYTES:
+        yield 0, nbytes
+        return
+    end = 0
+    for start in (*range(0, nbytes, _SAMPLED_NBYTES), max(0, nbytes - _PAGE_NBYTES)):
+        begin, end = max(start, end), min(start + _PAGE_NBYTES, nbytes)
+        if begin < end:
+            yield begin, end
 
 
 def copied(slot: Slot, elements: Array, buffers: Buffers) -> Array:
@@ -112,14 +146,15 @@ class WholeCommit(StagedCommit):
         self._given: set[str] = set()
 
     def prove(self) -> None:
-        """Compare the live bytes with what was staged. A slot that took over staged memory is that memory, proved before."""
-        verified = self._verified
-        copied = [
-            (landing.slot, verified.digests[landing.entry.name])
-            for landing in self._plan.landings
-            if not _same_memory(landing.slot.live(), verified.arrays[landing.entry.name])
-        ]
-        prove_slots("the live model after the commit", copied, self._tick)
+        """Compare a sample of the live bytes with what was staged, and the pointers of slots that took that memory over."""
+        wrong = []
+        for landing in self._plan.landings:
+            live, staged = landing.slot.live(), self._verified.arrays[landing.entry.name]
+            if not _same_memory(live, staged) and not _same_samples(live, staged):
+                wrong.append((landing.slot.spec.name, "the bytes that were staged", "others"))
+            self._tick()
+        if wrong:
+            raise DigestMismatch("the live model after the commit", wrong)
 
     def keep_way_back(self) -> bool:
         """What was staged is live now, or copied."""
@@ -197,6 +232,21 @@ class SwapCommit(WholeCommit):
 def seen_by_name(plan: Plan, memories: Iterable[object]) -> dict[str, Array]:
     """The elements of a memory for each landing of a plan, by the name of its tensor."""
     return {landing.entry.name: landing.slot.seen(memory) for landing, memory in zip(plan.landings, memories, strict=True)}
+
+
+def _same_samples(live: Array, staged: Array) -> bool:
+    if not live.flags.c_contiguous:  # rows of it instead: each is as good as a page
+        step = 1 if live.nbytes <= _SAMPLED_NBYTES else _SAMPLED_NBYTES // _PAGE_NBYTES
+        width = f"u{live.dtype.itemsize}"
+        ours, theirs = live.view(width), staged.view(width)
+        return np.array_equal(ours[::step], theirs[::step]) and np.array_equal(ours[-1:], theirs[-1:])
+    ours, theirs = flat_bytes(live), flat_bytes(staged)
+    return all(np.array_equal(ours[start:end], theirs[start:end]) for start, end in sampled(len(ours)))
+
+
+def _same_place(a: Array, b: Array) -> bool:
+    """Whether two arrays are the same elements. Those without any have no place."""
+    return a.size == 0 or (a.__array_interface__["data"][0], a.strides) == (b.__array_interface__["data"][0], b.strides)
 
 
 def _same_memory(a: Array, b: Array) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
+from weightcast.engines.embedded.messages import version_name
 from weightcast.engines.embedded.model.build import Model
 from weightcast.engines.embedded.model.weights import WeightPiece, declared_weights
 from weightcast.tensors.boxes import Held, Placement
@@ -39,10 +39,3 @@ def shards_of(model: Model, *, names: Sequence[str] = (), ignore: Sequence[str] 
 
 def _placement(piece: WeightPiece, name: str) -> Placement:
     return Placement(name, piece.box, piece.target.start, piece.transposed)
-
-
-def version_name(name: str, patterns: Sequence[str]) -> str:
-    """What a version calls a tensor of a model whose tensors there match one of these patterns."""
-    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
-        return name
-    return patterns[0].partition("*")[0] + name

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from weightcast import logs
 from weightcast.clock import Deadline
+from weightcast.delta import warm_up
 from weightcast.engines.base import RankWeights
-from weightcast.engines.embedded.messages import Commit, Committed, Digest, Stage, Vote
+from weightcast.engines.embedded.messages import Commit, Committed, Digest, PartLayout, Stage, Vote
 from weightcast.engines.embedded.ranks.group import RankGroup
 from weightcast.engines.embedded.ranks.jobs import Jobs, Progress
 from weightcast.engines.embedded.ranks.part import Fetched, Part
@@ -32,6 +35,7 @@ from weightcast.worker.states import State
 log = logs.get(__name__)
 
 _PROOF_S = 20.0
+_WARM_NBYTES = 16 << 20  # of weights: to sum less takes no compiled kernels
 _NAMES = {Work.MAIN: "main", Work.DRAFT: "draft"}
 
 
@@ -62,11 +66,20 @@ class LiveWeights:
         self._torn = False
         self._changes = 0  # how often the live bytes were written or freed
         self.version = ""
+        if sum(part.layout_nbytes for part in self._parts.values()) >= _WARM_NBYTES:
+            warm_up()  # now: it takes a second or two, in which nothing else runs in this process
+        if runner.settings.scrub_share:
+            for part in self._parts.values():
+                part.scrub(runner.settings.scrub_share, partial(_tell_damage, weakref.ref(self)))
 
     @property
     def whole(self) -> bool:
         """Whether all models hold a whole version."""
         return bool(self.version)
+
+    def layouts(self) -> dict[str, PartLayout]:
+        """What this rank holds of each model."""
+        return {name: part.layout() for name, part in self._parts.items()}
 
     # -- staging ---------------------------------------------------------------------------------------------------------
 
@@ -80,6 +93,7 @@ class LiveWeights:
         deadline, began = Deadline.after(action.timeout_s, cancelled=cancelled), time.monotonic()
         coming: list[tuple[Part, Fetched]] = []
         staged: list[Part] = []
+        sums: list[bytes] = []
         verify_s = 0.0
         try:
             for feed in action.feeds:  # a source may hang here, and must not keep a later update from its own
@@ -90,7 +104,9 @@ class LiveWeights:
                 deadline.check(f"staging {action.update}")
                 self._drop_staged()
                 for part, fetched in coming:
-                    verify_s += part.stage(fetched, deadline)
+                    seconds, numbers = part.stage(fetched, deadline)
+                    verify_s += seconds
+                    sums.append(numbers)
                     staged.append(part)
                 deadline.check(f"staging {action.update}")
                 self._staged = staged
@@ -108,7 +124,8 @@ class LiveWeights:
             self.abandon(action.update)
         nbytes = sum(fetched.version.nbytes for _, fetched in coming)
         log.info("vote cast", vote="yes", nbytes=nbytes, stage_ms=logs.ms(time.monotonic() - began))
-        return Vote(nbytes=nbytes, reads=tuple(fetched.read for _, fetched in coming), verify_s=verify_s)
+        reads = tuple(fetched.read for _, fetched in coming)
+        return Vote(nbytes=nbytes, reads=reads, sums=tuple(sums), verify_s=verify_s)
 
     def abandon(self, update: str) -> None:
         """Stop staging, or drop what was staged."""
@@ -205,6 +222,7 @@ class LiveWeights:
         """All ranks have proved their weights."""
         self._check_entered(update)
         results = [part.settle() for part in self._entered]
+        self._vitals.damaged = None
         self._last, self._entered, self._torn = self._entered, [], False
         self._look()
         return results[0].as_dict()
@@ -284,6 +302,7 @@ class LiveWeights:
         self._runner.graphs.release()
         self._changes += 1
         self.version, self._last, self._torn = "", [], False
+        self._vitals.damaged = None
         for part in reversed(self._parts.values()):
             part.clear()
         return time.monotonic() - began
@@ -305,6 +324,8 @@ class LiveWeights:
             state=main.state,
             shard_digest=main.held.shard.root_digest if main.held else "",
             nbytes=sum(part.nbytes for part in self._parts.values()),
+            scrub_period_s=round(max(part.scrubbed.period_s for part in self._parts.values()), 3),
+            scrubbed=min(part.scrubbed.clean for part in self._parts.values()),
         )
         return {"weights": weights, "previous": self.previous, "asleep": not self._weights_resident}
 
@@ -358,3 +379,10 @@ def _timed(act: Callable[[], None]) -> float:
     began = time.monotonic()
     act()
     return time.monotonic() - began
+
+
+def _tell_damage(live_of: weakref.ref[LiveWeights], error: DigestMismatch) -> None:
+    """The scrubber found live weights that nobody committed: the next heartbeat says so."""
+    live = live_of()
+    if live is not None:
+        live._vitals.damaged = (live.version, str(error))

@@ -10,14 +10,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+
 from weightcast.clock import Deadline
-from weightcast.engines.embedded.messages import Feed, RankRead, Stage
+from weightcast.engines.embedded.messages import Feed, PartLayout, RankRead, SourceBox, Stage, version_name
 from weightcast.engines.embedded.model.build import Model
-from weightcast.engines.embedded.model.held import shards_of, version_name
+from weightcast.engines.embedded.model.held import shards_of
 from weightcast.engines.embedded.model.weights import declared_weights
-from weightcast.errors import CommitFailed, SourceFailed, WrongState
+from weightcast.errors import CommitFailed, DigestMismatch, SourceFailed, WrongState
 from weightcast.tensors.bridges import torch_bridge
 from weightcast.tensors.digest import Algorithm, array_digest
+from weightcast.tensors.sums import array_proof
 from weightcast.transports.base import BoxReceiver, LandingReceiver, Receiver
 from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.kept import KeptReceiver
@@ -27,7 +30,9 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.live_model import LiveModel
 from weightcast.worker.result import CommitMode, UpdateResult
+from weightcast.worker.scrub import ScrubReport
 from weightcast.worker.serving import StagedUpdate
+from weightcast.worker.shard_sums import BoxSum
 from weightcast.worker.shards import HeldVersion, ShardVersion, cut
 from weightcast.worker.states import State
 
@@ -58,10 +63,11 @@ class Fetched:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A version on its way into the model."""
+    """A version on its way into the model, and the sums that the rank votes with."""
 
     fetched: Fetched
     staged: StagedUpdate
+    sums: tuple[BoxSum, ...]
 
     @property
     def version(self) -> ShardVersion:
@@ -119,6 +125,15 @@ class Part:
         """That of the live model."""
         return self._live.state
 
+    def scrub(self, share: float, damaged: Callable[[DigestMismatch], None]) -> None:
+        """Compare live weights with what was committed all the time, in a thread."""
+        self._live.scrub(share, damaged)
+
+    @property
+    def scrubbed(self) -> ScrubReport:
+        """The last pass of that."""
+        return self._live.scrubbed
+
     @property
     def nbytes(self) -> int:
         """Bytes of what the model holds."""
@@ -133,6 +148,17 @@ class Part:
     def previous(self) -> str | None:
         """What a rollback would lead to."""
         return self._before.full.version if self._before is not None and self._live.previous is not None else None
+
+    @property
+    def layout_nbytes(self) -> int:
+        """Bytes of the parameters, whether they have memory or not."""
+        return sum(one.spec.nbytes for one in shards_of(self._model).held)
+
+    def layout(self) -> PartLayout:
+        """What this rank holds of the model, under the model's own names."""
+        shards = shards_of(self._model)
+        boxes = [SourceBox(p.source, p.box.start, p.box.shape) for one in shards.held for p in one.placements]
+        return PartLayout(boxes=tuple(boxes), sources={name: tuple(shape) for name, shape in shards.sources.items()})
 
     # -- an update -------------------------------------------------------------------------------------------------------
 
@@ -176,8 +202,10 @@ class Part:
                 f"{'; '.join(problems)}. Nothing was changed."
             )
 
-    def stage(self, fetched: Fetched, deadline: Deadline) -> float:
-        """Make everything ready for `enter`, beside the live model. Gives the seconds that comparing digests took."""
+    def stage(self, fetched: Fetched, deadline: Deadline) -> tuple[float, bytes]:
+        """Make everything ready for `enter`, beside the live model. Gives the seconds that comparing digests took, and the
+        sums of what was staged, for the vote.
+        """
         version, fetch_s = fetched.version, time.monotonic() - fetched.began
         asked: CommitMode = "copy" if fetched.commit == "auto" else fetched.commit
         mode: CommitMode = "delta" if version.by_delta and (asked != "swap" or version.unchanged) else asked
@@ -185,8 +213,14 @@ class Part:
         staged = self._live.stage(version.shard.version, source=version, commit=mode, deadline=deadline)
         staged.timeline.attribute(fetch_s, to="stage")
         staged.nbytes, staged.source = version.nbytes, fetched.source
-        self._coming = _Coming(fetched, staged)
-        return staged.verify_s
+        try:
+            sums = version.sums(staged.commit, deadline)
+        except BaseException:
+            self._live.abandon(staged)
+            raise
+        self._coming = _Coming(fetched, staged, sums)
+        numbers = [(one.total.one, one.total.other, one.elements) for one in sums]
+        return staged.verify_s, np.array(numbers, dtype="<u8").tobytes()
 
     def abandon(self) -> None:
         """Drop what was staged. Safe if nothing was."""
@@ -215,11 +249,9 @@ class Part:
         result = self._live.settle()
         coming = self._coming
         if coming is not None:
-            version = coming.version
-            self._before, self.held = (
-                self.held,
-                HeldVersion(version.full, version.shard, coming.fetched.source, proved=coming.fetched.proved),
-            )
+            shard, fetched = coming.staged.manifest, coming.fetched
+            self._before = self.held
+            self.held = HeldVersion(coming.version.full, shard, fetched.source, proved=fetched.proved, sums=coming.sums)
             self._drop()
         return result
 
@@ -268,12 +300,12 @@ class Part:
         """Every parameter whose live bytes are not those of the version."""
         if self.held is None:
             return [f"{self.name} holds no whole version"]
-        algorithm = self.held.shard.algorithm
-        return [
-            f"{self.name}: {entry.name} ({found}, and {entry.digest} was committed)"
-            for entry in self.held.shard.tensors
-            if (found := array_digest(torch_bridge.host(self._model.get_parameter(entry.name)), algorithm)) != entry.digest
-        ] if algorithm else []  # fmt: skip
+        wrong = []
+        for entry in self.held.shard.tensors:
+            live = torch_bridge.host(self._model.get_parameter(entry.name))
+            if (found := array_proof(entry.spec, live, entry.proof)) != entry.proof:
+                wrong.append(f"{self.name}: {entry.name} ({found}, and {entry.proof} was committed)")
+        return wrong
 
     def sources(self) -> dict[str, str]:
         """All tensors that the model is made of, on any rank: what versions call them, and what the model does."""

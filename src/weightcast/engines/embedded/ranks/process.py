@@ -53,6 +53,7 @@ def _ready(rank: Rank) -> Ready:
         blocks=runner.blocks,
         vocab_size=runner.config.vocab_size,
         moe=runner.moe,
+        layouts=rank.live.layouts(),
     )
 
 

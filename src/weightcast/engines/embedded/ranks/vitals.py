@@ -20,11 +20,12 @@ log = logs.get(__name__)
 
 
 class Vitals:
-    """Written by the main loop, read by the heartbeat. `busy` means: `progress` must grow."""
+    """Written by the main loop, read by the heartbeat. `busy` means: `progress` must grow. `damaged`: see `Heartbeat`."""
 
     def __init__(self) -> None:
         self.progress = 0
         self.busy = False
+        self.damaged: tuple[str, str] | None = None
 
     def tick(self) -> None:
         """The main loop got somewhere: a layer, a step, a message."""
@@ -60,7 +61,9 @@ class Pulse:
             socket.connect(front_end_address(self._settings.run_dir))
             taken = True
             while True:
-                beat = Heartbeat(rank=rank, progress=self._vitals.progress, busy=self._vitals.busy)
+                beat = Heartbeat(
+                    rank=rank, progress=self._vitals.progress, busy=self._vitals.busy, damaged=self._vitals.damaged
+                )
                 try:
                     socket.send(encoder.encode(beat), zmq.NOBLOCK)
                     taken = True

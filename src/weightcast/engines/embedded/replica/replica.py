@@ -33,6 +33,7 @@ log = logs.get(__name__)
 
 PROGRAM = (sys.executable, "-m", "weightcast.engines.embedded.ranks.process")
 
+_STALE_BEAT_S = 0.05
 _SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -233,7 +234,7 @@ class Replica(LiveSurface):
     async def _start_ranks(self) -> None:
         """Start all ranks and bring them to the committed version, as awake and as paused as they were."""
         began = time.monotonic()
-        self._run = Run(self.settings, self._program, self.answers, self._lost)
+        self._run = Run(self.settings, self._program, self.answers, self._lost, self._damaged)
         self._limits = await self._run.start()
         deadline = Deadline.after(self.settings.start_timeout_s)
         await self._pausing.restore(deadline)
@@ -281,6 +282,15 @@ class Replica(LiveSurface):
         self.gate.drop()  # the requests that wait there are ended with all others
         if self._state is not ReplicaState.STARTING:  # a start that fails is told by the exception it raises
             self.turn(ReplicaState.RESTARTING, str(error))
+
+    def _damaged(self, rank: int, version: str, found: str) -> None:
+        """A rank says so with each heartbeat. An update that is under way goes on: it may well mend this.
+
+        The first moments of a state do not count: a heartbeat may be from before.
+        """
+        settled = time.time() - self._since > _STALE_BEAT_S
+        if self._state is ReplicaState.READY and settled and self.status.version == version:
+            self.fail(f"rank {rank}: {found} Tokens since the last clean pass of the scrubber are suspect.")
 
     async def _restart(self) -> bool:
         """Try once, after the delay that is due. Says whether the ranks run again: with weights, or FAILED without."""

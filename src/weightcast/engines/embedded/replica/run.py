@@ -34,8 +34,9 @@ from weightcast.engines.embedded.replica.run_dir import RunDir
 from weightcast.engines.embedded.replica.status import Limits
 from weightcast.engines.embedded.replica.verdicts import named_ranks
 from weightcast.engines.embedded.replica.vitals import PATIENCE, TICKS, Attention, Vitals
+from weightcast.engines.embedded.replica.votes import VoteLayout
 from weightcast.engines.embedded.settings import EngineSettings, RankSettings
-from weightcast.errors import DeadlineExceeded, NotReady, ReplicaFailed
+from weightcast.errors import DeadlineExceeded, InvalidInput, NotReady, ReplicaFailed
 
 log = logs.get(__name__)
 
@@ -57,8 +58,9 @@ class Run:
         program: Sequence[str],
         answers: Answers,
         on_lost: Callable[[ReplicaFailed], None],
+        on_damaged: Callable[[int, str, str], None],
     ) -> None:
-        self._on_lost = on_lost
+        self._on_lost, self._on_damaged = on_lost, on_damaged
         self._settings, self._program, self._answers = settings, program, answers
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[ReplicaFailed] = self._loop.create_future()
@@ -66,6 +68,7 @@ class Run:
         self.commands = Commands(settings.ranks, self.send)
         self.board = JobBoard(settings.ranks)
         self._ready: dict[int, Ready] = {}
+        self.layouts: dict[str, VoteLayout] = {}  # which ranks hold what of each model, once all are ready
         self._problems: dict[int, str] = {}
         self._told: set[int] = set()  # ranks whose problem is in their own words
         self._ending = False
@@ -188,6 +191,8 @@ class Run:
             self._blame(rank, f"sent a {type(message).__name__} in the name of rank {message.rank}")
         elif isinstance(message, Heartbeat):
             self._vitals.beat(rank, message.progress, message.busy, self._attention.at(self._loop.time()))
+            if message.damaged is not None:
+                self._on_damaged(rank, *message.damaged)
         elif isinstance(message, Acknowledged):
             try:
                 self.commands.acknowledge(message)
@@ -213,6 +218,16 @@ class Run:
             self._blame(rank, "; ".join(wrong))
             return
         self._ready[rank] = ready
+        if len(self._ready) == self._settings.ranks:
+            in_order = [self._ready[number] for number in range(self._settings.ranks)]
+            try:
+                self.layouts = {
+                    part: VoteLayout.of([one.layouts[part] for one in in_order if part in one.layouts])
+                    for part in ready.layouts
+                }
+            except InvalidInput as error:
+                self._blame(rank, str(error))
+                return
         self._vitals.ready(rank, self._attention.at(self._loop.time()))
         if len(self._ready) == self._settings.ranks:
             self._all_ready.set_result(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Abandon, Commit, Committed, Feed, Revert, Settle, Stage, Vote
 from weightcast.engines.embedded.replica.job_board import Progress
 from weightcast.engines.embedded.replica.run import Run
+from weightcast.engines.embedded.replica.votes import check_sums
 from weightcast.errors import CommitFailed, DeadlineExceeded, ReplicaFailed, WeightcastError
+from weightcast.wire.manifest import Manifest
 from weightcast.worker.result import Timeline
 
 log = logs.get(__name__)
@@ -66,6 +68,10 @@ class Transaction:
         except BaseException:
             await self.abandon()
             raise
+
+    def check_sums(self, manifests: Sequence[Manifest], votes: Sequence[Vote]) -> None:
+        """Raise `DigestMismatch` unless what the ranks staged adds up to the versions of these manifests."""
+        check_sums(self._run.layouts, self._wanted.feeds, manifests, votes, proved=self._wanted.verify_checksum)
 
     async def abandon(self) -> None:
         """Have all ranks drop what they staged. Ranks that are lost have dropped it already."""

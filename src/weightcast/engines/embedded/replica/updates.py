@@ -278,7 +278,9 @@ class Updates:
                 )  # fmt: skip
                 transaction.timeline.enter("wait")
                 coming = sealed(coming, found)
-            read = check_reads(self._fed(coming, whole=whole), votes)
+            fed = self._fed(coming, whole=whole)
+            read = check_reads(fed, votes)
+            transaction.check_sums([served.manifest for served in fed], votes)
             return votes, coming if read == coming.tensors else replace(coming, tensors=read)
         except BaseException:
             await transaction.abandon()

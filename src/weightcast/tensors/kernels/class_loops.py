@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core import types
 
-from weightcast.delta.kernels.jit import I64, LANE_TYPES, U8, U32, U64, compiled, read_of, write_of
-from weightcast.delta.lanes import LaneKind, kind_of
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.kernels.jit import I64, LANE_TYPES, U8, U32, U64, compiled, read_of, write_of
+from weightcast.tensors.lanes import LaneKind, kind_of
 
 
 class ClassLoops(NamedTuple):

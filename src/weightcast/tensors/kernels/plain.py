@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.delta.kernels import Bits, ClassWalk, Indices, Numbers
-from weightcast.delta.lanes import LaneKind, Lanes, Steps, mapped, unmapped
-from weightcast.delta.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
+from weightcast.tensors.kernels.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
+from weightcast.tensors.lanes import LaneKind, Lanes, Steps, mapped, unmapped
 
 
 def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
@@ -158,3 +159,81 @@ def _unpack(bits: Bits, widths: NDArray[np.int64]) -> NDArray[np.uint64]:
     mask = (np.uint64(1) << widths.astype(np.uint64)) - np.uint64(1)
     word: NDArray[np.uint64] = windows[at >> 3] >> (at & 7).astype(np.uint64)
     return word & mask
+
+
+# -- summable digests ---------------------------------------------------------------------------------------------------
+
+_LONG = 4 * LANES  # words of a run that are summed block by block; shorter runs are summed many at a time
+_AT_ONCE = 1 << 17  # words: what is worked out of them stays in the cache
+
+
+def sum_rows(rows: NDArray[Any], first: int, step: int, seeds: NDArray[np.uint64]) -> tuple[int, int]:
+    """See `Kernels.sum_rows`."""
+    total = np.zeros(2, dtype=np.uint64)
+    count, length = rows.shape
+    if length >= _LONG:
+        for row in range(count):
+            total += _sum_run(rows[row], first + row * step, seeds)
+    elif length:
+        at_once = max(1, _AT_ONCE // length)
+        for row in range(0, count, at_once):
+            words = rows[row : row + at_once]
+            starts = first + step * np.arange(row, row + len(words), dtype=np.int64)
+            indices = (starts[:, np.newaxis] + np.arange(length)).reshape(-1)
+            total += _sum_words(words.reshape(-1), indices, seeds)
+    return int(total[0]), int(total[1])
+
+
+def sum_changes(indices: Indices, before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64]) -> tuple[int, int]:
+    """See `Kernels.sum_changes`."""
+    words = max(1, before.itemsize // 2)
+    places = indices.astype(np.int64)
+    if words > 1:
+        places = (places[:, np.newaxis] * words + np.arange(words)).reshape(-1)
+        before, after = np.ascontiguousarray(before).view(np.uint16), np.ascontiguousarray(after).view(np.uint16)
+    total = _sum_words(after, places, seeds) - _sum_words(before, places, seeds)
+    return int(total[0]), int(total[1])
+
+
+def _sum_run(words: NDArray[Any], start: int, seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sums of words that follow one another."""
+    head = min(-start % LANES, len(words))
+    blocks = (len(words) - head) // LANES
+    tail = head + blocks * LANES
+    total = _sum_words(words[:head], start + np.arange(head), seeds)
+    total += _sum_words(words[tail:], start + np.arange(tail, len(words)), seeds)
+    for at in range(0, blocks, _AT_ONCE // LANES):
+        some = min(_AT_ONCE // LANES, blocks - at)
+        whole = words[head + at * LANES : head + (at + some) * LANES].astype(np.uint16).view(np.int16).reshape(some, LANES)
+        left, right = [(whole ^ table).astype(np.int32) for table in TABLES[:2]], [whole + table for table in TABLES[2:]]
+        products = [(one * other).sum(axis=1, dtype=np.int64) for one in left for other in right]
+        total += _weighed((start + head) // LANES + at + np.arange(some), products, seeds)
+    return total
+
+
+def _sum_words(words: NDArray[Any], indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sums of words at any indices."""
+    if not len(words):
+        return np.zeros(2, dtype=np.uint64)
+    blocks, lanes = indices // LANES, indices % LANES
+    signed = words.astype(np.uint16).view(np.int16)
+    factors = [(signed ^ table[lanes]).astype(np.int64) for table in TABLES[:2]]
+    factors += [(signed + table[lanes]).astype(np.int64) for table in TABLES[2:]]
+    begins = np.flatnonzero(np.diff(blocks, prepend=np.int64(-1)))
+    products = [np.add.reduceat(factors[j] * factors[k], begins) for j in (0, 1) for k in (2, 3)]
+    return _weighed(blocks[begins], products, seeds)
+
+
+def _weighed(blocks: NDArray[np.int64], products: list[NDArray[np.int64]], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The products of blocks, each times the multiplier of its block, in two sums."""
+    first, second, third, fourth = (product.view(np.uint64) for product in products)
+    one = _multipliers(seeds[0], blocks) * first + _multipliers(seeds[1], blocks) * fourth
+    other = _multipliers(seeds[2], blocks) * second + _multipliers(seeds[3], blocks) * third
+    return np.array([one.sum(dtype=np.uint64), other.sum(dtype=np.uint64)])
+
+
+def _multipliers(seed: np.uint64, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
+    numbers = seed + (blocks + 1).view(np.uint64) * np.uint64(GOLDEN)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)

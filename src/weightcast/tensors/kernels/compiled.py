@@ -8,11 +8,26 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-from weightcast.delta.kernels import Bits, ClassWalk, Indices, Numbers
-from weightcast.delta.kernels.class_loops import loops_for
-from weightcast.delta.kernels.jit import I64, INDEX_TYPES, LANE_TYPES, U8, U32, U64, compiled, prefetch, read_of, write_of
-from weightcast.delta.lanes import SIGNED, LaneKind, Lanes, Steps
-from weightcast.delta.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
+from weightcast.tensors.kernels.class_loops import loops_for
+from weightcast.tensors.kernels.jit import I64, INDEX_TYPES, LANE_TYPES, U8, U32, U64, compiled, prefetch, read_of, write_of
+from weightcast.tensors.kernels.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels.sum_loops import sum_changes, sum_rows
+from weightcast.tensors.lanes import SIGNED, LaneKind, Lanes, Steps
+
+__all__ = [
+    "class_gaps",
+    "find",
+    "find_by_class",
+    "find_with_gaps",
+    "merge",
+    "moved",
+    "put_numbers",
+    "scatter",
+    "sum_changes",
+    "sum_rows",
+    "take_numbers",
+]
 
 _SMALL = 4096
 _SMALL_SYMBOLS = (np.searchsorted(FLOORS, np.arange(_SMALL), side="right") - 1).astype(np.uint8)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast import logs
-from weightcast.delta.lanes import LaneKind, Lanes, Steps
 from weightcast.errors import MissingExtra
+from weightcast.tensors.lanes import LaneKind, Lanes, Steps
 
 log = logs.get(__name__)
 
@@ -20,6 +20,9 @@ Indices = NDArray[Any]
 Numbers = NDArray[np.uint32]
 Bits = NDArray[np.uint8]
 Backend = Literal["compiled", "numpy"]
+
+_WORTH_LOADING = 16 << 20  # bytes of work in NumPy that take about as long as loading the compiled kernels
+_worked = 0  # bytes of work that this process has done in NumPy
 
 ENDLESS = 0xFFFF_FFFF  # a gap that no chunk is long enough for
 
@@ -66,6 +69,16 @@ class Kernels(Protocol):
     def scatter(self, lanes: Lanes, indices: Indices, values: Lanes) -> None:
         """Write values at indices. The caller has checked that the indices lie inside."""
 
+    def sum_rows(self, rows: NDArray[Any], first: int, step: int, seeds: NDArray[np.uint64]) -> tuple[int, int]:
+        """The two sums of rows of words. A word has 16 bits, or 8 that are zero-extended.
+
+        The first word has index `first`, and the first of each next row an index larger by `step`. The words of a row lie
+        together in memory.
+        """
+
+    def sum_changes(self, indices: Indices, before: Lanes, after: Lanes, seeds: NDArray[np.uint64]) -> tuple[int, int]:
+        """By how much the two sums grow where lanes change. A lane of 32 bits is two words."""
+
 
 class ClassWalk:
     """Where `find_by_class` stands in the gap list of each class; carried from block to block of a chunk.
@@ -91,20 +104,30 @@ def kernels(backend: Backend | None = None) -> Kernels:
 @cache
 def _kernels(backend: Backend) -> Kernels:
     if backend == "numpy":
-        from weightcast.delta.kernels import plain  # noqa: PLC0415 - one of two is needed
+        from weightcast.tensors.kernels import plain  # noqa: PLC0415 - one of two is needed
 
         return cast("Kernels", plain)
     if not importlib.util.find_spec("numba"):
         raise MissingExtra("numba", "fast", "the compiled delta codec")
     started = time.monotonic()
-    from weightcast.delta.kernels import compiled, jit  # noqa: PLC0415 - numba is an extra, and slow to import
+    from weightcast.tensors.kernels import compiled, jit  # noqa: PLC0415 - numba is an extra, and slow to import
 
     ms, anew = logs.ms(time.monotonic() - started), jit.count_compiled()
     if anew:
         log.info("kernels compiled", kernels=anew, ms=ms)
     else:
         log.debug("kernels loaded", ms=ms)
+    global _worked  # noqa: PLW0603 - see `kernels_for`
+    _worked = _WORTH_LOADING
     return cast("Kernels", compiled)
+
+
+def kernels_for(nbytes: int) -> Kernels:
+    """Kernels for so many bytes of work. A process that does little never loads the compiled ones, which takes longer."""
+    global _worked  # noqa: PLW0603 - a count for the process; a race only moves the moment of loading
+    if _worked < _WORTH_LOADING:
+        _worked += nbytes
+    return kernels("numpy" if _worked < _WORTH_LOADING else None)
 
 
 def warm_up() -> Backend:

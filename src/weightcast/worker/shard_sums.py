@@ -1,0 +1,125 @@
+"""What the parameters of a rank add to the sums of a version's tensors: what the rank votes with.
+
+Read from the memory that will be live, through the declared layout, and not by the code that places boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.delta.edit import TensorEdit
+from weightcast.tensors.boxes import Held, Placement
+from weightcast.tensors.flat import Array
+from weightcast.tensors.lanes import Lanes, lanes_per_element
+from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Sum, box_sum, change_sum
+from weightcast.wire.manifest import TensorEntry
+
+Check = Callable[[], None]
+
+
+class BoxSum(NamedTuple):
+    """What one box adds to the sum of its tensor, and how many elements that are: none if the rank converts them."""
+
+    total: Sum = Sum()
+    elements: int = 0
+
+
+def sum_parameter(one: Held, entries: Mapping[str, TensorEntry], array: Array, check: Check) -> list[BoxSum]:
+    """The sums of the boxes of a parameter, in their order. `array` is the parameter as it will be live."""
+    return [
+        BoxSum(box_sum(entries[p.source].sum_spec, p.box, _elements(array, p), check), prod(p.box.shape))
+        if _is_summed(one, p, entries)
+        else BoxSum()
+        for p in one.placements
+    ]
+
+
+def _is_summed(one: Held, placement: Placement, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether a box has the bits that were published: a converted one has not."""
+    return entries[placement.source].dtype == one.spec.dtype
+
+
+def _elements(array: Array, placement: Placement) -> Array:
+    """The elements of a box where they lie in a parameter, in the orientation of the version."""
+    extra = len(placement.at) - len(placement.box.shape)
+    inside = array[placement.at[:extra]] if extra else array
+    lengths = placement.box.shape[::-1] if placement.transposed else placement.box.shape
+    view = inside[tuple(slice(at, at + size) for at, size in zip(placement.at[extra:], lengths, strict=True))]
+    return view.T if placement.transposed else view
+
+
+def add_changes(
+    sums: Sequence[BoxSum],
+    held: Sequence[Held],
+    entries: Mapping[str, TensorEntry],
+    edits: Mapping[str, TensorEdit],
+    check: Check,
+) -> list[BoxSum]:
+    """The sums after edits of parameters; only edits are read. `sums` are those before, of all boxes in their order."""
+    after = list(sums)
+    at = 0
+    for one in held:
+        edit = edits.get(one.spec.name)
+        for placement in one.placements:
+            if edit is not None and _is_summed(one, placement, entries):
+                growth = _growth(edit, one.spec, placement, entries[placement.source].sum_spec, check)
+                after[at] = after[at]._replace(total=after[at].total + growth)
+            at += 1
+        check()
+    return after
+
+
+def _growth(edit: TensorEdit, held: TensorSpec, placement: Placement, source: TensorSpec, check: Check) -> Sum:
+    """What an edit of a parameter adds to the sum of a tensor that it has a box of."""
+    if edit.indices is None:
+        before, after = (_elements(_whole(lanes, held), placement) for lanes in (edit.before, edit.after))
+        return box_sum(source, placement.box, after, check) - box_sum(source, placement.box, before, check)
+    chosen, indices = _in_source(edit.indices, held, placement, source)
+    return change_sum(source, indices, edit.before[chosen], edit.after[chosen])
+
+
+def _whole(lanes: Lanes, spec: TensorSpec) -> Array:
+    return lanes.view(spec.dtype.numpy).reshape(spec.shape)
+
+
+def _in_source(
+    indices: NDArray[np.unsignedinteger], held: TensorSpec, placement: Placement, source: TensorSpec
+) -> tuple[slice | NDArray[np.int64], NDArray[np.uint64]]:
+    """Which of the sorted lanes of a parameter lie in a box, and where those lie in the tensor that it is a box of."""
+    lanes, target = lanes_per_element(held.dtype), placement.target
+    ends = [start + size - 1 for start, size in zip(target.start, target.shape, strict=True)]
+    bounds = [_flat(held.shape, target.start) * lanes, (_flat(held.shape, ends) + 1) * lanes]
+    first, last = np.searchsorted(indices, np.array(bounds, dtype=indices.dtype)).tolist()
+    near = indices[first:last].astype(np.int64)
+    if _is_rows(held, placement, source):
+        return slice(first, last), (near - bounds[0] + _flat(source.shape, placement.box.start) * lanes).astype(np.uint64)
+    elements, rest = np.divmod(near, lanes) if lanes > 1 else (near, np.zeros_like(near))
+    places = np.unravel_index(elements, held.shape)
+    inside = np.ones(len(near), dtype=bool)
+    for place, start, size in zip(places, target.start, target.shape, strict=True):
+        inside &= (place >= start) & (place < start + size)
+    chosen = np.flatnonzero(inside)
+    extra = len(placement.at) - len(placement.box.shape)
+    own = [place[chosen] - start for place, start in zip(places[extra:], placement.at[extra:], strict=True)]
+    if placement.transposed:
+        own.reverse()
+    there = [place + start for place, start in zip(own, placement.box.start, strict=True)]
+    flat = np.ravel_multi_index(there, source.shape) if source.shape else np.zeros(len(chosen), dtype=np.int64)
+    return chosen + first, (flat * lanes + rest[chosen]).astype(np.uint64)
+
+
+def _flat(shape: tuple[int, ...], at: Sequence[int]) -> int:
+    return sum(place * prod(shape[dim + 1 :]) for dim, place in enumerate(at))
+
+
+def _is_rows(held: TensorSpec, placement: Placement, source: TensorSpec) -> bool:
+    """Whether the elements of a box follow one another, in the parameter as in its tensor."""
+    extra = len(placement.at) - len(placement.box.shape)
+    inner = placement.box.shape[1:]
+    return not placement.transposed and inner == source.shape[1:] == held.shape[extra + 1 :] and len(source.shape) > 0
