@@ -1,7 +1,7 @@
 """Summable digests: the digest of a tensor's state as a sum over its elements.
 
-Sums of shards add up to the sum of the tensor, and a change adds its difference, so nobody needs bytes that it does not
-hold. docs/format.md has the rule and golden vectors. Sums find damage and mistakes; they are no protection from forgery.
+Sums of shards add up to the sum of the tensor, and a change adds its difference. So a rank sums only the elements that it
+holds. docs/format.md has the rule and golden vectors. Sums find damage and mistakes; they do not protect from forgery.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Check = Callable[[], None]
 
 
 def _unchecked() -> None:
-    """For sums that nobody interrupts."""
+    """Does nothing: for sums without a deadline."""
 
 
 @dataclass(frozen=True, slots=True)

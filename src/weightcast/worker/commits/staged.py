@@ -24,7 +24,7 @@ _SAMPLED_NBYTES, _PAGE_NBYTES = 1 << 20, 4 << 10
 
 
 def silent() -> None:
-    """A tick that nobody hears."""
+    """A tick that does nothing."""
 
 
 class StagedCommit(ABC):

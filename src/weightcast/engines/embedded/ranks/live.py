@@ -382,7 +382,7 @@ def _timed(act: Callable[[], None]) -> float:
 
 
 def _tell_damage(live_of: weakref.ref[LiveWeights], error: DigestMismatch) -> None:
-    """The scrubber found live weights that nobody committed: the next heartbeat says so."""
+    """Report damage that the scrubber found, with the next heartbeat."""
     live = live_of()
     if live is not None:
         live._vitals.damaged = (live.version, str(error))
