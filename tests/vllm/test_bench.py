@@ -12,5 +12,8 @@ def test_a_delta_pauses_a_server_far_shorter_than_a_reload(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(report.read_text())
     assert {row["kind"] for row in told["rows"]} == {"full", "delta", "reload"}
+    assert all(row["cpu_s"] > 0 and row["gap_ms"] > 0 for row in told["rows"])
+    assert all(row["s"] >= row["pause_ms"] / 1e3 > 0 for row in told["rows"])
     assert told["targets"]["delta.pause_over_reload"]["ok"]
     assert told["targets"]["delta.pause_over_reload"]["asserted"]
+    assert not told["targets"]["delta.over_reload"]["asserted"]  # of a model that is so small

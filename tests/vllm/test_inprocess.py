@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import json
+
 import pytest
 from inprocess import open_llm, run, tokens
 from models import greedy, published
@@ -60,6 +63,68 @@ def test_tied_embeddings_follow_in_the_head_too(tied_steps, tied_a, tied_b, comm
 def test_compiled_code_sees_the_new_weights(steps, model_a, model_b, nudged_once):
     said, _ = run(walk, model_b, steps, ["step_0", "step_1", "other"], enforce_eager=False)
     assert said == [greedy(folder, PROMPT, N) for folder in (model_b, model_a, nudged_once, model_b)]
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory, model_a, one_projection):
+    """A store with `model_a`, a delta that changes one query projection, and a delta that changes it back."""
+    path = tmp_path_factory.mktemp("store") / "s"
+    store = Store(path)
+    published(store, "all", model_a, mode="full")
+    assert published(store, "one", one_projection, mode="delta").kind == "delta"
+    assert published(store, "back", model_a, mode="delta").kind == "delta"
+    return f"file://{path}"
+
+
+def count_loads(folder, source, versions):
+    """How many linear layers were packed for each version, and what the worker says."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    packed, process = [], UnquantizedLinearMethod.process_weights_after_loading
+
+    def count(self, layer):
+        packed[-1] += 1
+        process(self, layer)
+
+    llm = open_llm(folder)
+    UnquantizedLinearMethod.process_weights_after_loading = count
+    said = []
+    for version in versions:
+        packed.append(0)
+        updated(llm, version, source)
+        (status,) = llm.collective_rpc("weightcast_status")
+        said.append([packed[-1], json.loads(status)["layers"], tokens(llm, PROMPT, N)])
+    return said
+
+
+def test_only_layers_that_changed_are_loaded_and_fused_ones_whole(one_layer, model_a, one_projection):
+    first, one, back = run(count_loads, model_a, one_layer, ["all", "one", "back"])
+    assert first[0] == 4 * 4
+    assert [one[:2], back[:2]] == [[1, 1], [1, 1]]  # q, k and v are one layer
+    assert [said[2] for said in (first, one, back)] == [
+        greedy(folder, PROMPT, N) for folder in (model_a, one_projection, model_a)
+    ]
+
+
+def memory_of_layers(folder, source, versions):
+    """Bytes that wait to be used again before each update, and the addresses of a layer that is not packed."""
+    llm = open_llm(folder)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    updater, norm = worker.weight_transfer_engine.updater, worker.model_runner.get_model().model.norm
+    said = []
+    gc.disable()  # a model's worth of memory cannot wait for the collector
+    for version in versions:
+        updated(llm, version, source)
+        updater._finish_freeing(60)
+        said.append([updater._buffers.nbytes, norm.weight.data_ptr()])
+    return said
+
+
+def test_layers_are_made_in_the_memory_of_those_before_the_last_commit(steps, model_a):
+    said = run(memory_of_layers, model_a, steps, ["step_0", "step_1", "other", "step_0", "other"])
+    waiting, places = [one[0] for one in said], [one[1] for one in said]
+    assert waiting[0] < waiting[1] == waiting[2] == waiting[3] == waiting[4]
+    assert len(set(places)) == 2
 
 
 def walk_with_a_reload_between(folder, source, other):

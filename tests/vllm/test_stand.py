@@ -53,7 +53,7 @@ def test_a_nudged_model_is_published_as_a_small_delta(dtype, store, tmp_path):
     delta = published(store, "step_2", second)
 
     assert (full.kind, delta.kind) == ("full", "delta")
-    assert delta.payload.nbytes < 0.1 * full.nbytes
+    assert delta.payloads[0].nbytes < 0.1 * full.nbytes
     assert delta.root_digest != full.root_digest
 
 

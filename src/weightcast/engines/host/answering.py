@@ -13,7 +13,8 @@ import msgspec
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.engines.host.copy import Fits, HostCopy, MakeBuffers, StagedVersion, Wanted
+from weightcast.delta.edit import Edit
+from weightcast.engines.host.copy import Fits, FormerArrays, HostCopy, MakeBuffers, StagedVersion, Wanted
 from weightcast.engines.host.line import Patience, check_user, listen_at, receive, send
 from weightcast.engines.host.shared import SharedBuffers
 from weightcast.errors import UpdateFailed, WeightcastError
@@ -109,6 +110,7 @@ class Keeper:
             if not self._ended.is_set():
                 log.warning("host copy question failed", error=error)
         finally:
+            self.copy.release(line)
             self._lines.discard(line)
 
     def _answer(self, line: socket.socket) -> None:
@@ -116,24 +118,27 @@ class Keeper:
         hearing = Patience("waiting for a question about the host copy", Deadline.after(_QUESTION_S))
         asked = decode(receive(line, hearing.check, _QUESTION_NBYTES), StageAsked)
         wanted = Wanted(asked.source, asked.version, asked.verify_checksum, asked.timeout)
-        answer = self._answered(wanted)
+        answer = self._answered(wanted, line)
         telling = Patience(f"telling another process about {wanted.source}", Deadline.after(_ANSWER_S))
         send(line, msgspec.json.encode(answer.told), telling.check, [slab.descriptor for slab in answer.slabs])
         if answer.staged is None:
             return
-        manifest, former, arrays = answer.staged.manifest, answer.staged.former_manifest, answer.staged.arrays
-        del answer  # only what was told of has to stay
-        with self.copy.lent(manifest):
-            for one in (manifest, former):
-                send(line, encode_manifest(one) if one is not None else b"", telling.check)
+        for one in (answer.staged.manifest, answer.staged.former_manifest):
+            send(line, encode_manifest(one) if one is not None else b"", telling.check)
+        arrays, former = answer.staged.arrays, answer.staged.former
+        before = former if isinstance(former, FormerArrays) else None
+        del answer, former  # only tensors that a follower was told of are kept
+        line.settimeout(None)
+        while line.recv(1) and before is not None:  # ends with the process at the other end, if not earlier
+            telling = Patience("telling another process what was written over", Deadline.after(_ANSWER_S))
+            send(line, Edit(tuple(before.edits.values())).to_journal(), telling.check)
             line.settimeout(None)
-            line.recv(1)  # ends with the process at the other end, if not earlier
         del arrays
 
-    def _answered(self, wanted: Wanted) -> _Answer:
+    def _answered(self, wanted: Wanted, line: socket.socket) -> _Answer:
         try:
             deadline = Deadline.after(wanted.timeout, cancelled=self._ended)
-            staged = self.copy.stage(wanted, fits=self._fits, deadline=deadline)
+            staged = self.copy.stage(wanted, fits=self._fits, deadline=deadline, lease=line)
             return _Answer(staged, [buffers for one in self._buffers if (buffers := one()) is not None])
         except WeightcastError as error:
             return _Answer(told=StageTold(code=error.code, message=str(error)))
@@ -156,7 +161,8 @@ class _Answer:
         self.slabs: list[HostMemory] = []
         self.told = told or StageTold()
         if staged is not None:
-            tensors, former = self._places(staged.arrays), self._places(staged.former)
+            over = isinstance(staged.former, FormerArrays)
+            tensors, former = self._places(staged.arrays), {} if over else self._places(staged.former)
             self.told = StageTold(slabs=tuple(slab.nbytes for slab in self.slabs), tensors=tensors, former=former)
 
     def _places(self, arrays: Mapping[str, Array]) -> dict[str, Lying]:

@@ -1,11 +1,13 @@
-"""One copy of a version in checkpoint coordinates, which deltas move, and the next one beside it."""
+"""One copy of a version in checkpoint coordinates. Deltas are written into it; a whole version is staged beside it."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +17,12 @@ import numpy as np
 
 from weightcast import logs
 from weightcast.clock import Deadline
+from weightcast.delta.edit import TensorEdit
+from weightcast.delta.memory import HostMemory
 from weightcast.engines.host.shared import whole_lines
 from weightcast.errors import (
     BaseVersionMismatch,
+    CommitFailed,
     DeadlineExceeded,
     UpdateCancelled,
     WeightcastError,
@@ -38,6 +43,7 @@ log = logs.get(__name__)
 
 _ACKNOWLEDGE_S = 2.0
 _SLICE_S = 0.1  # between two looks at whether somebody said stop
+_LETTING_GO_S = 0.5  # for ranks that have committed to say so
 
 Fits = Callable[[Manifest], None]
 MakeBuffers = Callable[[int], Buffers]
@@ -57,13 +63,16 @@ class Wanted:
 class StagedVersion:
     """A version that lies verified in memory. `arrays` must only be read, and only until it is committed or abandoned.
 
-    `former` are the tensors of the version that was committed before, empty if there is none.
+    `former` are the tensors of the version that was committed before, empty if there is none. Where the version was
+    written over them, each one that changed is made again when it is asked for. `memory` is the same for versions that are
+    written over one another.
     """
 
     manifest: Manifest
     arrays: Mapping[str, Array]
     former: Mapping[str, Array] = field(default_factory=dict)
     former_manifest: Manifest | None = None
+    memory: object = field(default_factory=object)
 
 
 class HostVersions(Protocol):
@@ -106,15 +115,62 @@ class _Known:
 
 
 class _Shape:
-    """Memory for versions with the same names, shapes and dtypes: `arrays` is the one that counts, moved by `live`."""
+    """Memory for versions with the same names, shapes and dtypes: `arrays` is the one that counts, moved by `live`.
+
+    `memory` stands for the memory that `arrays` lie in.
+    """
 
     def __init__(self, specs: frozenset[TensorSpec], make_buffers: MakeBuffers, name: str) -> None:
         self.specs = specs
         self.known: _Known | None = None
         self.arrays: dict[str, Array] = {spec.name: np.empty(spec.shape, spec.dtype.numpy) for spec in specs}
         buffers = make_buffers(sum(whole_lines(spec.nbytes) for spec in specs))
-        self.live = LiveModel(self.arrays, buffers=buffers, keep_previous=False, name=name)
+        self.live = LiveModel(self.arrays, buffers=buffers, keep_previous=False, whole_by="swap", name=name)
         self.live.clear()  # it takes over the memory that a version is staged in
+        self.memory = object()
+
+    def write(self, update: StagedUpdate) -> FormerArrays:
+        """Write the changes of a delta into `arrays`, read them back, and give what was there. A failure is undone."""
+        edits = list(update.commit.changes())
+        self.live.enter(update)
+        try:
+            self.live.prove()
+        except BaseException:
+            self.live.revert()
+            raise
+        return FormerArrays(dict(self.arrays), lambda: edits)
+
+
+class FormerArrays(Mapping[str, Array]):
+    """The tensors of a version that another one was written over: what changed is a copy with the old values in it.
+
+    `find_edits` is called when the first of them is asked for.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], find_edits: Callable[[], Iterable[TensorEdit]]) -> None:
+        self._arrays, self._find_edits = arrays, find_edits
+        self._edits: dict[str, TensorEdit] | None = None
+
+    @property
+    def edits(self) -> Mapping[str, TensorEdit]:
+        """The old and the new values, by the name of the tensor."""
+        if self._edits is None:
+            self._edits = {edit.spec.name: edit for edit in self._find_edits()}
+        return self._edits
+
+    def __getitem__(self, name: str) -> Array:
+        array, edit = self._arrays[name], self.edits.get(name)
+        if edit is None:
+            return array
+        copy = array.copy()
+        HostMemory(edit.spec, copy).write(edit.indices, edit.before)
+        return copy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +185,11 @@ class _Next:
     update: StagedUpdate | None = None
     tell: str | None = None
 
+    @property
+    def written(self) -> bool:
+        """Whether it lies in the memory of the version that counts."""
+        return self.version.memory is self.shape.memory
+
 
 def _own_buffers(_: int) -> Buffers:
     return Buffers()
@@ -137,9 +198,13 @@ def _own_buffers(_: int) -> Buffers:
 class HostCopy:
     """The copy, in this process. Any thread may call; a version is staged once, for however many ask for it.
 
-    Memory: the committed version and the next one, in what `make_buffers` gives for versions of so many bytes. `seed` is a
-    source with the version that the engine was started with, for a delta whose base no source has. `name` is what depots
-    know the engine by. `commit` and `abandon` never wait for a version that is being staged.
+    A delta is worked out and proved against the version that counts, and written into its memory. If it is given up, the old
+    values are written back before anything else is staged. Memory that somebody reads is never written: a delta goes into
+    a copy of it then, and if old values would have to be written there, the next version is fetched whole.
+
+    Memory: the committed version, and beside it the next one if that is whole, in what `make_buffers` gives for versions of
+    so many bytes. `seed` is a source with the version that the engine was started with, for a delta whose base no source
+    has. `name` is what depots know the engine by. `commit` and `abandon` never wait for a version that is being staged.
     """
 
     def __init__(self, *, name: str, make_buffers: MakeBuffers = _own_buffers, seed: str | None = None) -> None:
@@ -149,7 +214,9 @@ class HostCopy:
         self._lock = threading.Lock()  # for what follows
         self._shape: _Shape | None = None
         self._next: _Next | None = None
-        self._lent: dict[object, str] = {}
+        self._written_over: Mapping[str, Array] | None = None  # the version that counts, where a given up one was written
+        self._read: weakref.WeakSet[StagedVersion] = weakref.WeakSet()
+        self._leases: dict[object, object] = {}
         self._closed = 0
         self._telling: threading.Thread | None = None
 
@@ -166,8 +233,11 @@ class HostCopy:
 
     # -- staging ---------------------------------------------------------------------------------------------------
 
-    def stage(self, wanted: Wanted, *, fits: Fits, deadline: Deadline) -> StagedVersion:
-        """See `HostVersions`. Only one version is staged at a time: one that nobody committed is dropped for another."""
+    def stage(self, wanted: Wanted, *, fits: Fits, deadline: Deadline, lease: object | None = None) -> StagedVersion:
+        """See `HostVersions`. Only one version is staged at a time: one that was not committed is dropped for the next.
+
+        With a `lease` it is read by somebody else, whatever is committed or abandoned here, until `release`.
+        """
         ask = partial(
             choose_version, version=wanted.version, verify_checksum=wanted.verify_checksum, deadline=deadline
         )  # fmt: skip
@@ -176,14 +246,22 @@ class HostCopy:
             use, manifest = self._receivers.open(wanted.source, rank=0, ask=ask)
             with use as receiver:
                 fits(manifest)
-                found = self._found(manifest, wanted)
-                if found is not None:
-                    return found
                 try:
-                    return self._fetched(manifest, wanted, receiver, deadline, closed)
+                    found = self._found(manifest, wanted, deadline)
+                    staged = found or self._fetched(manifest, wanted, receiver, deadline, closed)
                 except BaseException as error:
                     _let_go(error)
                     raise
+            with self._lock:
+                self._read.add(staged)
+                if lease is not None:
+                    self._leases[lease] = staged.memory
+            return staged
+
+    def release(self, lease: object) -> None:
+        """Whoever has this lease reads nothing any more. Safe without one."""
+        with self._lock:
+            self._leases.pop(lease, None)
 
     @contextmanager
     def _turn(self, what: str, deadline: Deadline) -> Iterator[None]:
@@ -194,50 +272,86 @@ class HostCopy:
         finally:
             self._staging.release()
 
-    def _found(self, manifest: Manifest, wanted: Wanted) -> StagedVersion | None:
-        """What is here already. Otherwise nothing is staged any more."""
+    def _found(self, manifest: Manifest, wanted: Wanted, deadline: Deadline) -> StagedVersion | None:
+        """What is here already. Otherwise nothing is staged any more, and memory holds the version that counts."""
         with self._lock:
             if self._next is not None and self._next.known.answers(manifest, wanted):
                 return self._next.version
             self._drop()
+        self._restore(deadline)
+        with self._lock:
             shape, known = self._shape, self._held
-            if shape is None or known is None or not known.answers(manifest, wanted):
+            if shape is None or known is None or self._written_over or not known.answers(manifest, wanted):
                 return None
             arrays = dict(shape.arrays)
-            self._next = _Next(StagedVersion(known.manifest, arrays, arrays, known.manifest), known, shape)
-            return self._next.version
+            version = StagedVersion(known.manifest, arrays, arrays, known.manifest, shape.memory)
+            self._next = _Next(version, known, shape)
+            return version
+
+    def _restore(self, deadline: Deadline) -> None:
+        """Write the version that counts over the one that was given up. If somebody reads that, it stays for now."""
+        shape = self._shape
+        if self._written_over is None or shape is None or self._is_read(shape.memory, deadline):
+            return
+        with self._lock:
+            self._written_over = None
+        try:
+            shape.live.revert()
+        except CommitFailed as error:
+            log.warning("host copy torn", error=error)
+            with self._lock:
+                self._shape = None
+
+    def _is_read(self, memory: object, deadline: Deadline) -> bool:
+        """Whether somebody reads it. Other ranks are given a moment: they let go when they commit."""
+        moment = Deadline.after(min(_LETTING_GO_S, deadline.remaining()))
+        while True:
+            with self._lock:
+                if any(one.memory is memory for one in self._read):
+                    return True
+                if memory not in self._leases.values():
+                    return False
+            if not moment.remaining():
+                return True
+            deadline.check("waiting for other ranks to let go of the host copy")
+            time.sleep(_LETTING_GO_S / 50)
 
     def _fetched(
         self, manifest: Manifest, wanted: Wanted, receiver: Receiver, deadline: Deadline, closed: int
     ) -> StagedVersion:
         shape = self._shaped_as(manifest, closed)
         stage = partial(
-            shape.live.stage, manifest.version, source=receiver, commit="swap",
-            verify_checksum=wanted.verify_checksum, deadline=deadline,
+            shape.live.stage, manifest.version, source=receiver, verify_checksum=wanted.verify_checksum, deadline=deadline,
+            commit="swap" if self._is_read(shape.memory, deadline) else "delta",
         )  # fmt: skip
-        with self._lock:
-            if set(self._lent.values()) - {self.held.root_digest if self.held is not None else ""}:
-                shape.live.drop_spare()  # a delta would write there
         update = self._seeded(shape, stage, deadline)
+        before = shape.write(update) if update.mode == "delta" else None
         with self._lock:
             if self._closed != closed:
-                shape.live.abandon(update)
                 raise UpdateCancelled(f"the host copy was closed while version {manifest.version} was staged.")
-            known, former = _Known(manifest, update.manifest, wanted.verify_checksum), self._held
-            version = StagedVersion(
-                update.manifest, update.incoming(),
-                dict(self._shape.arrays) if self._shape is not None and former is not None else {},
-                former.manifest if former is not None else None,
-            )  # fmt: skip
+            if before is not None:
+                served = shape.known.manifest if shape.known is not None else None
+                version = StagedVersion(update.manifest, dict(shape.arrays), before, served, shape.memory)
+            else:
+                version = StagedVersion(update.manifest, update.incoming(), self._former(), self.held)
+            known = _Known(manifest, update.manifest, wanted.verify_checksum)
             tell = wanted.source if isinstance(receiver, AcknowledgingReceiver) else None
             self._next = _Next(version, known, shape, update, tell)
             return version
 
+    def _former(self) -> Mapping[str, Array]:
+        """The tensors of the version that counts."""
+        if self._written_over is not None:
+            return self._written_over
+        return dict(self._shape.arrays) if self._shape is not None and self._held is not None else {}
+
     def _shaped_as(self, manifest: Manifest, closed: int) -> _Shape:
-        """Memory for the version. If it has other tensors than what counts, that stays as it is until this is committed."""
+        """Memory for the version. If it has other tensors than what counts, or somebody reads what was written over that,
+        all of it stays as it is until this version is committed.
+        """
         specs = frozenset(entry.spec for entry in manifest.tensors)
         with self._lock:
-            if self._shape is not None and self._shape.specs == specs:
+            if self._shape is not None and self._shape.specs == specs and not self._written_over:
                 return self._shape
             if self._held is None:
                 self._shape = None  # before more is taken
@@ -266,23 +380,12 @@ class HostCopy:
         log.info("seed staged", seed=self._seed, version=seeded.version)
         return stage()
 
-    @contextmanager
-    def lent(self, manifest: Manifest) -> Iterator[None]:
-        """While somebody reads a version that was staged here, whatever was committed since: its memory is left alone."""
-        lease = object()
-        with self._lock:
-            self._lent[lease] = manifest.root_digest
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._lent[lease]
-
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
     def commit(self, staged: StagedVersion) -> None:
-        """See `HostVersions`. Pointers are switched; the memory of the version before is used for the next one."""
+        """See `HostVersions`. Nothing is copied; memory that is not needed any more waits for the next version."""
         with self._lock:
+            self._read.discard(staged)
             done, known = self._next, self._held
             if done is None or done.version is not staged:
                 if known is not None and _same(known.manifest, staged.manifest):
@@ -292,17 +395,22 @@ class HostCopy:
             self._next = None
             if done.update is None:
                 return
-            done.update.deadline = Deadline.after(math.inf)  # that for staging may be over long since
             done.update.acknowledge = silent  # the engine may be pausing: this must not wait for a network
-            done.shape.live.commit(done.update)
-            done.shape.known = done.known
-            self._shape = done.shape
+            if done.written:
+                done.shape.live.settle()
+            else:
+                done.update.deadline = Deadline.after(math.inf)  # that for staging may be over long since
+                done.shape.live.commit(done.update)
+                done.shape.live.drop_spare()  # somebody may read it, and deltas are written into `arrays`
+            done.shape.known, done.shape.memory = done.known, staged.memory
+            self._shape, self._written_over = done.shape, None
             if done.tell is not None:
                 self._tell(done.tell, done.known.manifest)
 
     def abandon(self, staged: StagedVersion) -> None:
         """See `HostVersions`. One that was dropped already is fine."""
         with self._lock:
+            self._read.discard(staged)
             if self._next is not None and self._next.version is staged:
                 self._drop()
 
@@ -310,7 +418,7 @@ class HostCopy:
         """Let go of all memory and connections. What is being staged is dropped when it is there."""
         with self._lock:
             self._drop()
-            self._shape = None
+            self._shape = self._written_over = None
             self._closed += 1
             telling, self._telling = self._telling, None
         if telling is not None:
@@ -319,8 +427,12 @@ class HostCopy:
 
     def _drop(self) -> None:
         dropped, self._next = self._next, None
-        if dropped is not None and dropped.update is not None:
+        if dropped is None or dropped.update is None:
+            return
+        if not dropped.written:
             dropped.shape.live.abandon(dropped.update)
+        elif dropped.shape is self._shape:
+            self._written_over = dropped.version.former
 
     def _tell(self, source: str, manifest: Manifest) -> None:
         """Tell a source in the background what is served, after what it was told before."""

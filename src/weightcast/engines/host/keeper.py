@@ -12,15 +12,17 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from weightcast.clock import Deadline
+from weightcast.delta.edit import Edit, TensorEdit
 from weightcast.engines.host.answering import Keeper, MakeCopy
-from weightcast.engines.host.copy import Fits, StagedVersion, Wanted
+from weightcast.engines.host.copy import Fits, FormerArrays, StagedVersion, Wanted
 from weightcast.engines.host.line import (
     LONGEST_S,
     Patience,
@@ -38,6 +40,8 @@ from weightcast.wire.manifest import FORMAT, Manifest
 from weightcast.wire.seal import unseal
 
 _GRACE_S = 10.0
+_JOURNAL_S = 30.0
+_JOURNAL_NBYTES = 1 << 40  # memory is the limit
 _BREATH_S = 0.02
 
 
@@ -159,10 +163,22 @@ def _told(line: socket.socket, patience: Patience) -> _Borrowed:
     )
     if manifest is None:
         raise SourceFailed("the process that keeps the host's copy told of nothing.")
-    return _Borrowed(
-        manifest, _arrays(manifest, told.tensors, slabs),
-        _arrays(former, told.former, slabs) if former is not None else {}, former, line=line,
-    )  # fmt: skip
+    arrays = _arrays(manifest, told.tensors, slabs)
+    before: Mapping[str, Array] = {}
+    if former is not None:
+        before = _arrays(former, told.former, slabs) if told.former else FormerArrays(arrays, partial(_ask_edits, line))
+    return _Borrowed(manifest, arrays, before, former, line=line)
+
+
+def _ask_edits(line: socket.socket) -> Sequence[TensorEdit]:
+    """What a version was written over, from the keeper, who holds it for as long as the line is open."""
+    patience = Patience("waiting for what the host's copy held before", Deadline.after(_JOURNAL_S))
+    try:
+        line.settimeout(_JOURNAL_S)
+        line.sendall(b"?")
+        return Edit.from_journal(receive(line, patience.check, _JOURNAL_NBYTES)).tensors
+    except OSError as error:
+        raise SourceFailed(f"the process that keeps the host's copy went away: {error}.") from error
 
 
 def _arrays(manifest: Manifest, places: Mapping[str, Lying], slabs: list[Bytes]) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,7 +64,7 @@ class Switch:
 class Reload:
     """vLLM's own layerwise reload, for models on a device, whose addresses must stay, and for quantised ones.
 
-    `tensors` are complete groups; `former` are the same tensors of the version that is served, as far as they are known.
+    `tensors` are complete groups; `former` gives the same tensors of the version that is served, as far as they are known.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Reload:
         model_config: Any,
         layout: Layout,
         tensors: Mapping[str, torch.Tensor],
-        former: Mapping[str, torch.Tensor],
+        former: Callable[[], Iterator[tuple[str, torch.Tensor]]],
     ) -> None:
         self._model, self._config, self._layout = model, model_config, layout
         self._tensors, self._former = tensors, former
 
     def apply(self) -> None:
         """Load layer by layer."""
-        self._load(self._tensors)
+        self._load(iter(self._tensors.items()))
 
     def undo(self) -> None:
         """Give every layer its own tensors back, and load what was served before."""
@@ -89,21 +89,27 @@ class Reload:
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
-        lacking = sorted(self._tensors.keys() - self._former.keys())
+        lacking = set(self._tensors)
+
+        def found() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._former():
+                lacking.discard(name)
+                yield name, tensor
+
+        self._load(found())
         if lacking:
-            raise CommitFailed(f"the weights from before the update are not known: {', '.join(lacking)}")
-        self._load(self._former)
+            raise CommitFailed(f"the weights from before the update are not known: {', '.join(sorted(lacking))}")
 
     def forget(self, breathe: Breath = no_breath) -> None:  # noqa: ARG002 - they lie in the host copy, which is not freed
         """Let go of the tensors."""
-        self._tensors, self._former = {}, {}
+        self._tensors, self._former = {}, lambda: iter(())
 
     @torch.no_grad()
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         initialize_layerwise_reload(self._model)
-        self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+        self._model.load_weights(tensors)  # type: ignore[operator]
         finalize_layerwise_reload(self._model, self._config)
-        self._retie(tensors.keys())
+        self._retie(self._tensors.keys())
 
     def _retie(self, names: Any) -> None:
         """A packed layer has a copy of its own: reloading the layer that it is tied to leaves it as it was."""

@@ -17,6 +17,8 @@ from weightcast.clock import Deadline
 from weightcast.engines.vllm.layout import Layout
 from weightcast.engines.vllm.skeleton import CopyCounter, Loader, Place, Skeleton
 from weightcast.errors import SourceFailed
+from weightcast.tensors.bridges import torch_bridge
+from weightcast.worker.buffers import Buffers
 
 # What these keep of a layer's weights they keep on the layer: packing a twin does not touch what the live layer uses.
 _KEPT_ON_THE_LAYER = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -75,22 +77,28 @@ def _pointing(tensor: torch.Tensor, data: torch.Tensor) -> Callable[[], None]:
 
 
 def make_layers(
-    model: nn.Module, layout: Layout, layers: set[str], tensors: Iterable[tuple[str, torch.Tensor]], deadline: Deadline
+    model: nn.Module,
+    layout: Layout,
+    layers: set[str],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    buffers: Buffers,
+    deadline: Deadline,
 ) -> list[MadeLayer]:
     """Load and process these layers beside the live ones. `tensors` are all that they are made from.
 
     A layer is packed as soon as it is complete, so that there is one unpacked copy of a layer at a time, and not of a model.
+    What is loaded lies in `buffers`: it comes back to them once it is packed, or switched out of the model.
     """
     with torch.no_grad():
-        making = _Making(model, layout, layers, deadline)
+        making = _Making(model, layout, layers, buffers, deadline)
         making.skeleton.load(tensors, making.on_load)
         return making.finished()
 
 
 class _Making:
-    def __init__(self, model: nn.Module, layout: Layout, layers: set[str], deadline: Deadline) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, layers: set[str], buffers: Buffers, deadline: Deadline) -> None:
         self.skeleton = Skeleton(model)
-        self._layout, self._layers, self._deadline = layout, layers, deadline
+        self._layout, self._layers, self._buffers, self._deadline = layout, layers, buffers, deadline
         self._left = {place: numel for place, numel in layout.numel.items() if place.layer in layers}
         self._before = {layer: dict(self.skeleton.twins[layer].__dict__) for layer in layers}
         self._done: set[str] = set()
@@ -102,7 +110,9 @@ class _Making:
             return None  # a tensor that goes into two layers, one of which did not change, or that comes twice
         param = self.skeleton.tensor(place)
         if param.is_meta:
-            self.skeleton.put(place, torch.zeros(param.shape, dtype=param.dtype))
+            padded = self._layout.numel[place] < param.numel()
+            memory = self._buffers.take(torch_bridge.spec(str(place), param), zeroed=padded)
+            self.skeleton.put(place, torch_bridge.from_host(memory, param.dtype))
             param = self.skeleton.tensor(place)
         with CopyCounter() as counter:
             value = loader(param, *args, **kwargs)
@@ -135,7 +145,9 @@ class _Making:
             raise SourceFailed(
                 f"the model's loader did not complete these layers: {', '.join(lacking)}. Nothing was changed."
             )
-        return [self._made(layer) for layer in sorted(self._layers)]
+        made = [self._made(layer) for layer in sorted(self._layers)]
+        self.skeleton.dissolve()
+        return made
 
     def _made(self, layer: str) -> MadeLayer:
         twin, before = self.skeleton.twins[layer], self._before[layer]

@@ -104,6 +104,14 @@ class Skeleton:
             if place in self._loaders:
                 self.tensor(place).weight_loader = self._loaders[place]  # type: ignore[attr-defined]
 
+    def dissolve(self) -> None:
+        """Take all tensors out of the twins. Loaders refer to twins, and twins to tensors: without this, memory would wait
+        for the garbage collector.
+        """
+        for twin in self.twins.values():
+            twin.__dict__["_parameters"], twin.__dict__["_buffers"] = {}, {}
+        self._metas.clear()
+
     def _twin(self, module: nn.Module, path: str) -> nn.Module:
         if id(module) in self._made:
             return self._made[id(module)]

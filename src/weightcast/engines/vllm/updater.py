@@ -26,6 +26,7 @@ from weightcast.tensors.bridges.torch_bridge import from_host, torch_dtype
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest
+from weightcast.worker.buffers import Buffers
 
 log = logs.get(__name__)
 
@@ -83,13 +84,14 @@ class ModelUpdater:
         self.mode = mode
         self.held: Manifest | None = None
         self._versions = make_versions(self._check_fits)
+        self._buffers = Buffers()
         self._torn = False
         self._committing = False
         self._staging: _Staging | None = None
         self._layouts: tuple[frozenset[TensorSpec], Layout] | None = None
         self._lock = threading.Lock()
         self._last: dict[str, float | int] = {}
-        self._ending, self._freeing = threading.Event(), threading.Thread()
+        self._hurry, self._freeing = threading.Event(), threading.Thread()
         _updaters.add(self)
 
     @property
@@ -152,13 +154,18 @@ class ModelUpdater:
         """Drop what is staged, and release memory and connections. The model stays as it is; the next `stage` opens them."""
         self.forget()
         self._versions.close()
+        self._buffers.clear()
 
     def end(self) -> None:
         """The process ends: wait for the threads, which must not be cut off while they are in vLLM's kernels."""
-        self._ending.set()
         self.abandon()
+        self._finish_freeing(_STOP_S)
+
+    def _finish_freeing(self, seconds: float) -> None:
+        """Let go of the layers before the last commit: their memory is wanted."""
+        self._hurry.set()
         if self._freeing.ident is not None:
-            self._freeing.join(_STOP_S)
+            self._freeing.join(seconds)
 
     def _drop(self) -> None:
         staging, self._staging = self._staging, None
@@ -204,13 +211,14 @@ class ModelUpdater:
         needed = layout.names_of(layers)
         staging.layers = len(layers)
         tensors = dict(_tensors(version.manifest, version.arrays, needed))
+        self._finish_freeing(deadline.remaining())
         if self._mode() == "switch" and not layout.opaque:
-            staging.commit = Switch(make_layers(self._model, layout, layers, tensors.items(), deadline))
+            staging.commit = Switch(make_layers(self._model, layout, layers, tensors.items(), self._buffers, deadline))
         else:
-            known = version.former_manifest
+            known, former = version.former_manifest, version.former
             same = known is not None and self.held is not None and known.root_digest == self.held.root_digest
-            former = dict(_tensors(known, version.former, needed)) if same and known is not None else {}
-            staging.commit = Reload(self._model, self._config, layout, tensors, former)
+            back = partial(_tensors, known, former, needed) if same and known is not None else lambda: iter(())
+            staging.commit = Reload(self._model, self._config, layout, tensors, back)
 
     def _mode(self) -> CommitMode:
         if self.mode is None:
@@ -274,7 +282,8 @@ class ModelUpdater:
             self._versions.commit(version)
         except WeightcastError as error:  # the model has it; only the next delta has to start further back
             log.warning("host copy late", rank=self.rank, version=manifest.version, error=error)
-        breathe = partial(self._ending.wait, _BREATH_S)
+        self._hurry.clear()
+        breathe = partial(self._hurry.wait, _BREATH_S)
         self._freeing = threading.Thread(target=commit.forget, args=(breathe,), name="weightcast-free", daemon=True)
         self._freeing.start()
         log.info(
