@@ -46,13 +46,14 @@ test-vllm: $(VLLM_WORK) ## The tests with real vLLM servers, on the CPU, in an e
 coverage: $(WORK) ## The same with coverage, which makes it half as fast again; fails below 93 %
 	$(BIN)/pytest -m "not slow" $(PARALLEL) --cov --cov-report= --cov-fail-under=93
 
-bench: $(WORK) ## Measure deltas, the engine, pauses, shared memory and networks, with their limits in the same run
+bench: $(WORK) ## Measure deltas, the engine, pauses, updates, shared memory and networks, with their limits in the same run
 	$(INSTALL) ray  # two of those that we are compared with; the second also needs Debian's libibverbs1, and may be absent
 	-$(INSTALL) --no-deps mooncake-transfer-engine-non-cuda
 	$(BIN)/weightcast bench delta
 	$(BIN)/weightcast bench choice
 	$(BIN)/weightcast bench engine
 	$(BIN)/weightcast bench pause
+	$(BIN)/weightcast bench update
 	$(BIN)/weightcast bench ipc
 	$(BIN)/weightcast bench network
 	$(BIN)/weightcast bench fanout  # makes network namespaces: as root

@@ -18,19 +18,16 @@ def test_a_tiny_run_measures_all_commits_and_asserts_none(tmp_path):
     files, report_file = tmp_path / "files", tmp_path / "report.json"
     files.mkdir()
     before = set(psutil.Process().children(recursive=True))
-    arguments = ["--size", "2MiB", "--rounds", "1", "--window", "0.05", "--dir", str(files), "--json", str(report_file)]
+    arguments = ["--size", "2MiB", "--rounds", "1", "--dir", str(files), "--json", str(report_file)]
     result = CliRunner().invoke(cli, ["bench", "pause", *arguments])
     assert result.exit_code == 0, result.output
     report = json.loads(report_file.read_bytes())
     rows = {row["kind"]: row for row in report["rows"]}
-    assert {kind: rows[kind]["rounds"] for kind in rows if kind not in ("throughput", "memcpy")} == {
+    assert {kind: rows[kind]["rounds"] for kind in rows if kind != "memcpy"} == {
         "copy": 2, "swap": 3, "first_delta_swap": 1, "delta_swap": 2, "delta": 2,
     }  # fmt: skip
     assert rows["memcpy"]["rounds"] == 4
     assert all(0 < row["ms"] <= row["median_ms"] for row in rows.values() if "ms" in row)
-    assert all(row["longest_gap_ms"] >= row["usual_gap_ms"] > 0 for row in rows.values() if "usual_gap_ms" in row)
-    assert len(rows["throughput"]["windows_idle"]) == len(rows["throughput"]["windows_staging"]) == 3
-    assert rows["throughput"]["tokens_per_s"] > 0
     assert not any(target["asserted"] for target in report["targets"].values())
     assert all("too much" in target["why"] for target in report["targets"].values())
     for kind in ("copy", "swap", "delta_swap", "delta"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,8 +25,8 @@ from weightcast import logs
 from weightcast.bench.generated import SPREAD, generated_pair
 from weightcast.bench.ipc_tensors import tensor_shapes
 from weightcast.bench.report import Report, Row, Target, this_machine
-from weightcast.bench.scratch import ended_in_order, scratch_dir
-from weightcast.bench.served import listening
+from weightcast.bench.scratch import ended_in_order, scratch_dir, used_memory
+from weightcast.bench.served import depot
 from weightcast.delta import warm_up
 from weightcast.errors import Conflict
 from weightcast.store.delta_policy import DeltaPolicy
@@ -161,7 +161,7 @@ class _Way:
         self._store = Store(path, delta=policy)
         blank = changed_pair(dtype, nbytes, 0, seed=0)[0]
         self._models: dict[str, LiveModel] = {}
-        for source, url in {"file": f"file://{path}", "depot": opened.enter_context(_depot(path))}.items():
+        for source, url in {"file": f"file://{path}", "depot": opened.enter_context(depot(path)).url}.items():
             copied = {name: array.copy() for name, array in blank.items()}
             self._models[source] = opened.enter_context(LiveModel(copied, source=url))
 
@@ -178,7 +178,7 @@ class _Way:
         """Publish a state, and update the models to it; times both. A delta that is refused is not tried again."""
         if self._refused:
             return
-        _warm_up(self._store.path, sum(array.nbytes for array in tensors.values()))
+        used_memory(self._store.path, sum(array.nbytes for array in tensors.values()))
         started = time.perf_counter()
         try:
             self.kind = self._publish(tensors, self.mode)
@@ -202,23 +202,6 @@ class _Way:
         publish, update = self._seconds.publish[1:], self._seconds.update[source][1:]
         both = [sum(one) for one in zip(publish, update, strict=True)]
         return {"publish_s": median(publish), "update_s": median(update), "s": median(both)}
-
-
-def _warm_up(directory: Path, nbytes: int) -> None:
-    """Write a file a little larger than a version and remove it, so that the next file gets its memory."""
-    path, block = directory / ".warm-up", bytes(1 << 20)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(5 * nbytes // 4 // len(block)):
-            file.write(block)
-    path.unlink()
-
-
-@contextmanager
-def _depot(path: Path) -> Iterator[str]:
-    """`weightcast depot` as a process of its own; gives its URL when it listens."""
-    asked = ("depot", "--store", str(path), "--listen", "127.0.0.1:0")
-    with listening(*asked, port_file=path.with_suffix(".port")) as (_, port):
-        yield f"http://127.0.0.1:{port}"
 
 
 def _targets(rows: Sequence[Row], *, asserted: bool) -> dict[str, Target]:

@@ -74,8 +74,8 @@ def run_engine_bench(settings: EngineSettings, progress: Progress = log.info) ->
             rival = Rival(model_dir)
             for ranks in settings.ranks:
                 progress(f"{preset}: {ranks} rank(s)")
-                with served(model_dir, ranks=ranks, scratch=Path(scratch)) as port:
-                    rows += [_row(settings, preset, ranks, width, port, rival) for width in settings.widths]
+                with served(model_dir, ranks=ranks, scratch=Path(scratch)) as serving:
+                    rows += [_row(settings, preset, ranks, width, serving.port, rival) for width in settings.widths]
     return Report(
         bench="engine",
         machine=this_machine(),

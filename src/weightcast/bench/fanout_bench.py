@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 HOSTS = 8
 LARGE_NBYTES = (
     192 << 20
-)  # from here on limits are asserted: a piece is 4 MiB, and each host is one piece behind the one before
+)  # from here on limits are asserted: a piece is 1 MiB, and each host is one piece behind the one before
 LIMIT_OVER_ONE = 1.25
 LIMIT_SENT = 2.0
 _SIZES = 2  # tensors of the publisher and its store, and for each host its store and two sets of tensors

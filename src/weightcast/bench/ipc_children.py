@@ -66,6 +66,11 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end(at_once=kind is not None)
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def tell(self, do: str, **facts: object) -> None:
         """Let it do something. The answer is to be heard."""
         line = json.dumps({"do": do, **facts}).encode() + b"\n"
@@ -149,6 +154,22 @@ def session_members(session: int) -> list[int]:
             if int(of) == session and state not in "ZX":
                 members.append(int(stat.parent.name))
     return members
+
+
+def descendants_of(parent: int) -> list[int]:
+    """Living processes that a process has started, and those that they have."""
+    return [pid for child in children_of(parent) for pid in (child, *descendants_of(child))]
+
+
+def children_of(parent: int) -> list[int]:
+    """Living processes that a process has started, the oldest first."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, of = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(of) == parent and state not in "ZX":
+                children.append(int(stat.parent.name))
+    return sorted(children)
 
 
 # -- the other end -------------------------------------------------------------------------------------------------------

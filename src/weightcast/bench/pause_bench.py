@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcast import logs
-from weightcast.bench.pause_model import make_versions, model_config
+from weightcast.bench.model_versions import make_versions, model_config
 from weightcast.bench.report import Report, Row, Target, this_machine
+from weightcast.bench.scratch import scratch_dir
 from weightcast.bench.timing import Timing
 from weightcast.errors import MissingExtra
 
@@ -34,7 +30,6 @@ Progress = Callable[[str], None]
 LARGE_NBYTES = 256 << 20  # from here on limits are asserted: below it what does not grow with the model counts for too much
 PAUSE_MS = 10.0
 LESS_THAN_A_COPY = 0.35  # shards: what is worked out for a delta, but no second set of buffers
-_TMPFS = Path("/dev/shm")  # noqa: S108 - looked for, not relied on
 _ROOM = 6  # times the size of the model: what the files take, with room to spare
 
 
@@ -45,9 +40,6 @@ class PauseSettings:
     nbytes: int = 512 << 20
     ranks: int = 2
     rounds: int = 3
-    streams: int = 8
-    windows: int = 3
-    window_s: float = 4.0
     seed: int = 0
     directory: str | None = None
 
@@ -59,49 +51,36 @@ def run_pause_bench(settings: PauseSettings, progress: Progress = log.info) -> R
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "a package", "serve", "weightcast bench pause") from error
     model_config(settings.nbytes, settings.ranks)  # refuses before anything is made
-    with _scratch(settings) as scratch:
+    with scratch_dir(settings.directory, nbytes=_ROOM * settings.nbytes) as scratch:
         made = make_versions(scratch, nbytes=settings.nbytes, ranks=settings.ranks, seed=settings.seed, progress=progress)
         before = os.getloadavg()[0]
         measured = asyncio.run(
-            measure(
-                made, ranks=settings.ranks, rounds=settings.rounds, width=settings.streams, windows=settings.windows,
-                window_s=settings.window_s, seed=settings.seed, progress=progress,
-            )
-        )  # fmt: skip
+            measure(made, ranks=settings.ranks, rounds=settings.rounds, seed=settings.seed, progress=progress)
+        )
     machine = this_machine()
-    rows = _rows(measured, settings)
+    rows = _rows(measured)
     return Report(
         bench="pause",
         machine=machine,
         settings=asdict(settings),
         rows=rows,
-        targets=_targets(rows, settings, machine.cores),
+        targets=_targets(rows, settings),
         notes=[
             f"{made.nbytes} bytes in BF16 over {settings.ranks} ranks: {measured.shard_nbytes} bytes in "
             f"{measured.parameters} parameters each; a delta changes one element in a hundred",
             "pauses and memcpy: the fastest of all rounds, memory: the most, everything else medians; "
             f"load of the machine {before:.2f} before, {os.getloadavg()[0]:.2f} after",
             "a pause is that of the slowest rank, with the vote; memory: by how much that of a rank rose during the "
-            "update, in shards; gap: between two tokens of one stream, which also waits for the proof of the new weights "
-            "and for its keys and values to be computed anew",
+            "update, in shards; what clients see of it: `weightcast bench update`",
             "the first swap by a delta after one of a full version copies the shard once, while serving: first_delta_swap",
         ],
     )
 
 
-@contextmanager
-def _scratch(settings: PauseSettings) -> Iterator[Path]:
-    parent = settings.directory
-    if parent is None and _TMPFS.is_dir() and shutil.disk_usage(_TMPFS).free > _ROOM * settings.nbytes:
-        parent = str(_TMPFS)
-    with tempfile.TemporaryDirectory(prefix="weightcast-bench-", dir=parent) as scratch:
-        yield Path(scratch)
-
-
 # -- the report ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(measured: Measured, settings: PauseSettings) -> list[Row]:
+def _rows(measured: Measured) -> list[Row]:
     samples: dict[str, list[Sample]] = {}
     for sample in measured.samples:
         samples.setdefault(sample.kind, []).append(sample)
@@ -115,20 +94,6 @@ def _rows(measured: Measured, settings: PauseSettings) -> list[Row]:
             "median_ms": copied.median * 1e3,
             "spread": copied.spread,
             "gb_per_s": measured.shard_nbytes / copied.minimum / 1e9,
-        }
-    )
-    speeds = measured.speeds
-    staging, idle = statistics.median(speeds.staging), statistics.median(speeds.idle)
-    rows.append(
-        {
-            "kind": "throughput",
-            "streams": settings.streams,
-            "staging_tokens_per_s": staging,
-            "tokens_per_s": idle,
-            "ratio": staging / idle,
-            "best_ratio": max(one / other for one, other in zip(speeds.staging, speeds.idle, strict=True)),
-            "windows_staging": list(speeds.staging),
-            "windows_idle": list(speeds.idle),
         }
     )
     return rows
@@ -145,19 +110,15 @@ def _pause_row(kind: str, samples: list[Sample], shard_nbytes: int) -> Row:
         "worst_ms": max(pauses.seconds) * 1e3,
         "stage_s": staging.median,
         "risen_shards": max(risen),  # that no copy is made is said of every update
-        "longest_gap_ms": statistics.median(one.gaps.longest_s for one in samples) * 1e3,
-        "usual_gap_ms": statistics.median(one.gaps.median_s for one in samples) * 1e3,
     }
 
 
-def _targets(rows: list[Row], settings: PauseSettings, cores: int) -> dict[str, Target]:
+def _targets(rows: list[Row], settings: PauseSettings) -> dict[str, Target]:
     of = {row["kind"]: row for row in rows}
     large = settings.nbytes >= LARGE_NBYTES
     small = (
         "" if large else f"the model is smaller than {LARGE_NBYTES >> 20} MiB: what does not grow with it counts too much"
     )
-    free = cores > settings.ranks + 1
-    busy = "" if free else f"{settings.ranks} ranks on {cores} cores leave none free for staging"
 
     def most(value: float, limit: float) -> Target:
         return Target(value, limit, "most", asserted=large, why=small)
@@ -168,7 +129,4 @@ def _targets(rows: list[Row], settings: PauseSettings, cores: int) -> dict[str, 
         "delta_swap.risen_shards": most(of["delta_swap"]["risen_shards"], LESS_THAN_A_COPY),
         "copy.over_memcpy": most(of["copy"]["ms"] / of["memcpy"]["ms"], 1.2),
         "delta.over_copy": most(of["delta"]["ms"] / of["copy"]["ms"], 0.5),
-        "throughput.staging_over_idle": Target(
-            of["throughput"]["ratio"], 0.8, "least", asserted=large and free, why=small or busy
-        ),
     }

@@ -1,22 +1,20 @@
-"""A real replica, updated in every way while it serves: how long each commit stops it, and how much staging slows it."""
+"""A real replica, updated in every way while it serves: how long each commit stops it, and how much memory it takes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
+from weightcast.bench.model_versions import Made
 from weightcast.bench.pause_copies import Copiers
-from weightcast.bench.pause_model import FULL, Made
-from weightcast.bench.pause_streams import Gaps, Streams
+from weightcast.bench.pause_streams import Streams
 from weightcast.engines.base import UpdateRequest, UpdateStatus
 from weightcast.engines.embedded.model.build import build_model
 from weightcast.engines.embedded.model.weights import declared_weights
@@ -63,7 +61,7 @@ ROUND = (
 class Sample:
     """One update. Of what the ranks report the slowest counts; `risen_nbytes` is by how much the memory of one of them rose.
 
-    `copy_s` are the times of copying memory beside it, if that is its limit. `gaps` are those of one stream meanwhile.
+    `copy_s` are the times of copying memory beside it, if that is its limit.
     """
 
     kind: Kind
@@ -71,15 +69,6 @@ class Sample:
     stage_s: float
     risen_nbytes: int
     copy_s: tuple[float, ...]
-    gaps: Gaps
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Tokens per second of all streams, window by window: with an update being staged all the time, and without any."""
-
-    staging: tuple[float, ...]
-    idle: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -87,14 +76,11 @@ class Measured:
     """What the bench is about. `shard_nbytes` are the bytes of a rank's parameters, `parameters` how many it has."""
 
     samples: list[Sample]
-    speeds: Speeds
     shard_nbytes: int
     parameters: int
 
 
-async def measure(
-    made: Made, *, ranks: int, rounds: int, width: int, windows: int, window_s: float, seed: int, progress: Progress
-) -> Measured:
+async def measure(made: Made, *, ranks: int, rounds: int, seed: int, progress: Progress) -> Measured:
     """Run a replica and measure. Leaves no process behind, whatever happens."""
     sizes = shard_sizes(made.model_dir, ranks)
     engine = EngineSettings(
@@ -110,11 +96,9 @@ async def measure(
                 for step in ROUND:
                     progress(f"round {number + 1} of {rounds}: {step.kind}")
                     samples.append(await _sampled(replica, step, copiers, seed=seed))
-            progress(f"{width} streams, with and without staging")
-            speeds = await _speeds(replica, width, windows=windows, window_s=window_s, seed=seed)
         finally:
             await replica.close(drain_s=0)
-    return Measured(samples, speeds, max(map(sum, sizes)), len(sizes[0]))
+    return Measured(samples, max(map(sum, sizes)), len(sizes[0]))
 
 
 # -- one update ----------------------------------------------------------------------------------------------------------
@@ -126,10 +110,9 @@ async def _sampled(replica: Replica, step: Step, copiers: Copiers, *, seed: int)
     copy_s = await copiers.measure(copies)
     async with Streams(replica, 1, seed=seed) as streams:
         with _watched(replica.status.pids) as memory:
-            streams.forget()
             status = await _updated(replica, step)
             await streams.more(2)
-            gaps, risen = streams.gaps, memory.risen
+            risen = memory.risen
     copy_s += await copiers.measure(copies)
     results = status.result or []
     return Sample(
@@ -138,7 +121,6 @@ async def _sampled(replica: Replica, step: Step, copiers: Copiers, *, seed: int)
         stage_s=max(one["stage_s"] for one in results),
         risen_nbytes=risen,
         copy_s=tuple(copy_s),
-        gaps=gaps,
     )
 
 
@@ -191,43 +173,6 @@ def _watched(pids: Sequence[int]) -> Iterator[_Memory]:
         yield memory
     finally:
         looking.cancel()
-
-
-# -- serving while staging -----------------------------------------------------------------------------------------------
-
-
-async def _speeds(replica: Replica, width: int, *, windows: int, window_s: float, seed: int) -> Speeds:
-    staging, idle = [], []
-    versions = cycle(FULL)
-    async with Streams(replica, width, seed=seed) as streams:
-        for _ in range(windows):
-            idle.append(await _idle_speed(streams, window_s))
-            staging.append(await _staging_speed(replica, streams, versions, window_s))
-    return Speeds(tuple(staging), tuple(idle))
-
-
-async def _idle_speed(streams: Streams, window_s: float) -> float:
-    """A window lasts longer than asked for if it takes that for any tokens to come."""
-    began, had = time.monotonic(), streams.tokens
-    await asyncio.sleep(window_s)
-    if streams.tokens == had:
-        await streams.more(1)
-    streams.check()
-    return (streams.tokens - had) / (time.monotonic() - began)
-
-
-async def _staging_speed(replica: Replica, streams: Streams, versions: Iterator[str], window_s: float) -> float:
-    """One full update after the other. Only the time until each is staged counts, and what is told in it."""
-    tokens, seconds = 0, 0.0
-    while seconds < window_s:
-        began, had = time.monotonic(), streams.tokens
-        status = replica.begin_update(UpdateRequest(version=next(versions), commit="copy", clear_cache=False))
-        while status.phase in ("waiting", "staging"):
-            await asyncio.sleep(_LOOK_S)
-        tokens, seconds = tokens + streams.tokens - had, seconds + time.monotonic() - began
-        await replica.finish_update(status.id)
-        streams.check()
-    return tokens / seconds
 
 
 # -- what a rank holds ---------------------------------------------------------------------------------------------------

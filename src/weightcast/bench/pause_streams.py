@@ -1,12 +1,9 @@
-"""Requests that never end, and what their readers notice: how many tokens come, and how long none does."""
+"""Requests that never end: the load under which a replica is updated."""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
-import time
-from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -24,14 +21,6 @@ _PATIENCE_S = 60.0
 _NUMBERS = count()  # no request has the id of an earlier one, of whichever streams
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """Seconds between two tokens of a stream."""
-
-    median_s: float
-    longest_s: float
-
-
 class Streams:
     """So many requests at once, each followed by another. An async context manager; leaving it cancels them."""
 
@@ -40,7 +29,6 @@ class Streams:
         self._random = np.random.default_rng([seed, width])
         self._tasks: list[asyncio.Task[None]] = []
         self._came = asyncio.Event()
-        self._arrivals: list[float] = []
         self.tokens = 0
 
     async def _run(self) -> None:
@@ -52,18 +40,7 @@ class Streams:
                     if output.finish in ("error", "abort"):
                         raise ReplicaFailed(f"a request ended with {output.finish}: {output.reason}")
                     self.tokens += len(output.tokens)
-                    self._arrivals.append(time.monotonic())
                     self._came.set()
-
-    def forget(self) -> None:
-        """Measure gaps from here on."""
-        self._arrivals = [time.monotonic()]
-
-    @property
-    def gaps(self) -> Gaps:
-        """Those since `forget`. Of one stream: several would fill each other's."""
-        seconds = [later - earlier for earlier, later in pairwise(self._arrivals)] or [0.0]
-        return Gaps(statistics.median(seconds), max(seconds))
 
     async def more(self, tokens: int) -> None:
         """Wait until so many more tokens came. Raises what a request failed with."""
@@ -94,7 +71,6 @@ class Streams:
         except BaseException:
             await self._end()
             raise
-        self.forget()
         return self
 
     async def __aexit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -14,11 +15,24 @@ _TMPFS = Path("/dev/shm")  # noqa: S108 - looked for, not relied on
 
 
 @contextmanager
-def scratch_dir() -> Iterator[Path]:
-    """A directory for sockets and files that is removed, in memory if there is one; its name is short, as sockets need."""
-    parent = _TMPFS if _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK) else None
+def scratch_dir(parent: str | None = None, *, nbytes: int = 0) -> Iterator[Path]:
+    """A directory for sockets and files that is removed: in `parent`, or in memory if that has room for so many bytes.
+
+    Its name is short, as sockets need.
+    """
+    if parent is None and _TMPFS.is_dir() and os.access(_TMPFS, os.W_OK) and shutil.disk_usage(_TMPFS).free > nbytes:
+        parent = str(_TMPFS)
     with tempfile.TemporaryDirectory(prefix="wc-bench-", dir=parent) as scratch:
         yield Path(scratch)
+
+
+def used_memory(directory: Path, nbytes: int) -> None:
+    """Write a file a little larger than this and remove it, so that the next file gets memory that was used a moment ago."""
+    path, block = directory / ".used-memory", bytes(1 << 20)
+    with path.open("wb", buffering=0) as file:
+        for _ in range(5 * nbytes // 4 // len(block)):
+            file.write(block)
+    path.unlink()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The bench of vLLM: how long a running `vllm serve` is updated, and how long it cannot compute, beside its own reload.
 
 The pause of an update is the time in which the engine could not compute a step: how long the calls that commit a staged
-version take where nothing else is asked of it, and how long its own `reload_weights` takes in the same way. What a user
-sees is measured by a stream of tokens: the longest gap between two of them.
+version take where nothing else is asked of it, and how long its own `reload_weights` takes in the same way; so are the CPU
+seconds of all processes of the server. What a user sees is measured by a stream of tokens: the longest gap between two.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from weightcast import logs
-from weightcast.bench.pause_model import publish_versions
+from weightcast.bench.ipc_children import descendants_of
+from weightcast.bench.model_versions import publish_versions
 from weightcast.bench.report import Report, Row, Target, this_machine
 from weightcast.bench.scratch import ended_in_order, scratch_dir
-from weightcast.bench.vllm_served import TokenStream, vllm_program, vllm_served
+from weightcast.bench.served import Serving, TokenStream
+from weightcast.bench.timing import cpu_s
+from weightcast.bench.vllm_served import vllm_program, vllm_served, wanted
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import InvalidInput, ReplicaFailed
@@ -32,12 +34,14 @@ log = logs.get(__name__)
 Progress = Callable[[str], None]
 Kind = Literal["full", "delta", "reload"]
 
-OF_A_RELOAD = 0.5
+OF_A_RELOAD = 0.5  # the pause
+DELTA_OF_A_RELOAD, FULL_OF_A_RELOAD = 1.5, 2.5  # all of it
+LARGE_NBYTES = 256 << 20  # below it, what does not grow with the model counts too much
 _LAYER_NBYTES = 2 * (2 * 2048 * 1024 + 2 * 1024 * 1024 + 3 * 3072 * 1024)
 _STEADY = 8  # tokens before an update, which tell how long a step takes
 _UPDATE_S = 300.0
 _LOOK_S = 0.05
-# What one round does, and whether the stream rests meanwhile.
+# What one round does, and whether the stream rests meanwhile: then its phases and its CPU seconds are its own.
 _ROUND: tuple[tuple[Kind, str, bool], ...] = (
     ("full", "a", True), ("full", "b", False), ("delta", "b1", True), ("delta", "b2", False),
     ("reload", "a", True), ("reload", "a", False),
@@ -54,15 +58,23 @@ class VllmSettings:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """One update: how long it took in all; the pause, if nothing else was asked meanwhile, or the longest gap between two
-    tokens, if a stream was; the longest gap while it was staged; and how long a token takes otherwise.
+class _Quiet:
+    """An update of an idle server, in seconds: until it is staged, the commit or the reload, and CPU."""
+
+    kind: Kind
+    stage_s: float
+    pause_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """An update under a stream, in seconds: the longest gap between two tokens during the commit or the reload, and while it
+    was staged; and how long a token takes otherwise.
     """
 
     kind: Kind
-    seconds: float
-    pause_s: float | None
-    gap_s: float | None
+    gap_s: float
     staging_gap_s: float
     step_s: float
 
@@ -80,22 +92,23 @@ def run_vllm_bench(settings: VllmSettings, progress: Progress = log.info) -> Rep
         publish_versions(model, store, seed=settings.seed, progress=progress)
         before = os.getloadavg()[0]
         progress("starting vllm serve")
-        with vllm_served(model, scratch) as port:
-            taken = _measured(port, model, store, settings.rounds, progress)
-    rows = [_row(kind, [one for one in taken if one.kind == kind]) for kind in ("full", "delta", "reload")]
+        with vllm_served(model, scratch) as serving:
+            taken = _measured(serving, model, store, settings.rounds, progress)
+    rows = [_row(kind, taken) for kind in ("full", "delta", "reload")]
     return Report(
         bench="vllm",
         machine=this_machine(),
         settings=asdict(settings),
         rows=rows,
-        targets=_targets(rows),
+        targets=_targets(rows, large=settings.nbytes >= LARGE_NBYTES),
         notes=[
             f"{nbytes} bytes in BF16, {layers} layers; a delta changes one element in a hundred of every tensor",
-            f"fastest of the rounds; the first update, into fresh memory, took {taken[0].seconds:.2f} s; "
-            f"load of the machine {before:.2f} before, {os.getloadavg()[0]:.2f} after",
+            f"fastest of the rounds; load of the machine {before:.2f} before, {os.getloadavg()[0]:.2f} after",
             "gap: in a stream of short requests, during the commit or the reload; after a commit it includes a step that is "
             "computed again, and the keys and values of up to 20 tokens, which a reload leaves as they were",
             "staging runs beside the stream and slows it down: the longest gap meanwhile is shown apart",
+            "seconds, and CPU seconds of all processes of the server, are taken without a stream; servers do not tell what "
+            "they fetched",
         ],
     )
 
@@ -107,42 +120,54 @@ def _config(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measured(port: int, model: Path, store: Path, rounds: int, progress: Progress) -> list[_Taken]:
-    server, stream, taken = VllmServer(f"http://127.0.0.1:{port}"), TokenStream(port), []
+def _measured(serving: Serving, model: Path, store: Path, rounds: int, progress: Progress) -> list[_Quiet | _Loaded]:
+    server, stream = VllmServer(serving.url), TokenStream(serving.port, wanted)
+    pids = [serving.pid, *descendants_of(serving.pid)]
+    taken: list[_Quiet | _Loaded] = []
     try:
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for kind, version, quiet in _ROUND:
                 source = str(model) if kind == "reload" else f"file://{store}"
-                taken.append(_update(stream, server, kind, version, source, quiet=quiet))
+                if quiet:
+                    with stream.quiet():
+                        taken.append(_update_quietly(server, pids, kind, version, source))
+                else:
+                    taken.append(_update_loaded(stream, server, kind, version, source))
     finally:
         stream.close()
     return taken
 
 
-def _update(stream: TokenStream, server: VllmServer, kind: Kind, version: str, source: str, *, quiet: bool) -> _Taken:
+def _update_quietly(server: VllmServer, pids: Sequence[int], kind: Kind, version: str, source: str) -> _Quiet:
+    used, began = sum(map(cpu_s, pids)), time.monotonic()
+    if kind != "reload":
+        _stage(server, version, source)
+    staged = time.monotonic()
+    _change(server, kind, version, source)
+    ended = time.monotonic()
+    return _Quiet(kind, staged - began, ended - staged, sum(map(cpu_s, pids)) - used)
+
+
+def _update_loaded(stream: TokenStream, server: VllmServer, kind: Kind, version: str, source: str) -> _Loaded:
     step_s, began = _steady(stream), time.monotonic()
     if kind != "reload":
         _stage(server, version, source)
     staged = time.monotonic()
-    with stream.quiet() if quiet else nullcontext():
-        changing = time.monotonic()
-        if kind == "reload":  # vLLM's own way: from disk, which is in the page cache, into the running model
-            server.collective_rpc("reload_weights", {"weights_path": source}, deadline=Deadline.after(_UPDATE_S))
-        else:
-            server.start()
-            server.update({"version": version, "source": source})
-            server.finish(version)
-        ended = time.monotonic()
+    _change(server, kind, version, source)
+    ended = time.monotonic()
     stream.wait_for(2)
-    return _Taken(
-        kind,
-        seconds=staged - began + ended - changing,
-        pause_s=ended - changing if quiet else None,
-        gap_s=None if quiet else stream.longest_gap(changing, ended),
-        staging_gap_s=stream.longest_gap(began, staged),
-        step_s=step_s,
-    )
+    gap_s, staging_gap_s = (max(stream.gaps(*span), default=0.0) for span in ((staged, ended), (began, staged)))
+    return _Loaded(kind, gap_s, staging_gap_s, step_s)
+
+
+def _change(server: VllmServer, kind: Kind, version: str, source: str) -> None:
+    if kind == "reload":  # vLLM's own way: from disk, which is in the page cache, into the running model
+        server.collective_rpc("reload_weights", {"weights_path": source}, deadline=Deadline.after(_UPDATE_S))
+    else:
+        server.start()
+        server.update({"version": version, "source": source})
+        server.finish(version)
 
 
 def _stage(server: VllmServer, version: str, source: str) -> None:
@@ -159,27 +184,32 @@ def _stage(server: VllmServer, version: str, source: str) -> None:
 def _steady(stream: TokenStream) -> float:
     """How long a token takes when nothing else happens."""
     stream.wait_for(_STEADY)
-    return statistics.median(after - before for before, after in pairwise(stream.arrivals[-_STEADY:]))
+    return statistics.median(
+        after - before for before, after in pairwise([token.at_s for token in stream.tokens[-_STEADY:]])
+    )
 
 
-def _row(kind: str, taken: list[_Taken]) -> Row:
-    pauses = [one.pause_s for one in taken if one.pause_s is not None]
-    gaps = [one.gap_s for one in taken if one.gap_s is not None]
+def _row(kind: str, taken: Sequence[_Quiet | _Loaded]) -> Row:
+    quiet = [one for one in taken if isinstance(one, _Quiet) and one.kind == kind]
+    loaded = [one for one in taken if isinstance(one, _Loaded) and one.kind == kind]
     return {
         "kind": kind,
-        "rounds": len(pauses),
-        "s": min(one.seconds for one in taken),
-        "pause_ms": min(pauses) * 1e3,
-        "median_pause_ms": statistics.median(pauses) * 1e3,
-        "gap_ms": min(gaps) * 1e3,
-        "median_gap_ms": statistics.median(gaps) * 1e3,
-        "staging_gap_ms": statistics.median(one.staging_gap_s for one in taken) * 1e3,
-        "step_ms": statistics.median(one.step_s for one in taken) * 1e3,
+        "rounds": len(quiet),
+        "s": min(one.stage_s + one.pause_s for one in quiet),
+        "stage_s": statistics.median(one.stage_s for one in quiet),
+        "pause_ms": min(one.pause_s for one in quiet) * 1e3,
+        "median_pause_ms": statistics.median(one.pause_s for one in quiet) * 1e3,
+        "cpu_s": statistics.median(one.cpu_s for one in quiet),
+        "gap_ms": min(one.gap_s for one in loaded) * 1e3,
+        "median_gap_ms": statistics.median(one.gap_s for one in loaded) * 1e3,
+        "staging_gap_ms": statistics.median(one.staging_gap_s for one in loaded) * 1e3,
+        "step_ms": statistics.median(one.step_s for one in loaded) * 1e3,
     }
 
 
-def _targets(rows: list[Row]) -> dict[str, Target]:
+def _targets(rows: list[Row], *, large: bool) -> dict[str, Target]:
     full, delta, reload = rows
+    small = "" if large else f"the model is smaller than {LARGE_NBYTES >> 20} MiB"
     why = "a gap has a step in it that is computed twice, whatever the size of the update"
 
     def of_a_reload(row: Row, figure: str, *, asserted: bool) -> Target:
@@ -187,6 +217,8 @@ def _targets(rows: list[Row]) -> dict[str, Target]:
         return Target(value, OF_A_RELOAD, "most", asserted=asserted, why="" if asserted else why)
 
     return {
+        "delta.over_reload": Target(delta["s"] / reload["s"], DELTA_OF_A_RELOAD, "most", large, small),
+        "full.over_reload": Target(full["s"] / reload["s"], FULL_OF_A_RELOAD, "most", large, small),
         "delta.pause_over_reload": of_a_reload(delta, "pause_ms", asserted=True),
         "full.pause_over_reload": of_a_reload(full, "pause_ms", asserted=True),
         "delta.gap_over_reload": of_a_reload(delta, "gap_ms", asserted=False),

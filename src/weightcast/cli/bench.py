@@ -11,7 +11,16 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from weightcast.bench import choice_bench, engine_bench, fanout_bench, ipc_bench, network_bench, pause_bench, vllm_bench
+from weightcast.bench import (
+    choice_bench,
+    engine_bench,
+    fanout_bench,
+    ipc_bench,
+    network_bench,
+    pause_bench,
+    update_bench,
+    vllm_bench,
+)
 from weightcast.bench.delta_bench import QUICK, DeltaSettings, run_delta_bench
 from weightcast.bench.report import Report
 from weightcast.cli.bench_network import draw_network_rows
@@ -23,6 +32,7 @@ from weightcast.cli.bench_tables import (
     draw_ipc_rows,
     draw_pause_rows,
     draw_targets,
+    draw_update_rows,
     draw_vllm_rows,
     machine_line,
 )
@@ -37,6 +47,13 @@ def _can_be_written(context: click.Context, parameter: click.Parameter, value: s
     return value
 
 
+def _each_size(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read sizes with commas between them."""
+    if value is None:
+        return None
+    return tuple(Size().convert(one, parameter, context) for one in value.split(",") if one.strip())
+
+
 _OUTPUT = click.option(
     "--json",
     "output",
@@ -44,6 +61,13 @@ _OUTPUT = click.option(
     metavar="FILE|-",
     callback=_can_be_written,
     help="Also write JSON to FILE; -: print that and nothing else.",
+)
+
+_DIRECTORY = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Where versions lie meanwhile.  [default: /dev/shm if it has room]",
 )
 
 
@@ -153,28 +177,13 @@ def engine(output: str | None, quick: bool, rounds: int | None, seed: int) -> No
 @click.option("--size", "nbytes", type=Size(), default="512MiB", show_default=True, help="Of the model, about.")
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Processes that share the model.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="To take the fastest of.")
-@click.option(
-    "--window",
-    "window_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=4.0,
-    show_default=True,
-    help="Seconds over which tokens are counted, six times.",
-)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
-@click.option(
-    "--dir",
-    "directory",
-    type=click.Path(exists=True, file_okay=False, writable=True),
-    help="Where versions lie meanwhile.  [default: /dev/shm if it has room]",
-)
-def pause(
-    output: str | None, nbytes: int, ranks: int, rounds: int, window_s: float, seed: int, directory: str | None
-) -> None:
+@_DIRECTORY
+def pause(output: str | None, nbytes: int, ranks: int, rounds: int, seed: int, directory: str | None) -> None:
     """Measure how long a replica under load cannot compute while an update is committed, in every way to commit.
 
     Full versions by copy and by swap, deltas of 1 % by scatter and by swap; beside them, in the same run, as many processes
-    as there are ranks copying as much memory. And tokens per second of eight streams, with and without staging.
+    as there are ranks copying as much memory. What clients see of an update is measured by `weightcast bench update`.
 
     Exit status:
       0  all targets that are asserted are met
@@ -185,12 +194,56 @@ def pause(
       weightcast bench pause
       weightcast bench pause --size 2GiB --ranks 1 --json pause.json
     """
-    settings = pause_bench.PauseSettings(
-        nbytes=nbytes, ranks=ranks, rounds=rounds, window_s=window_s, seed=seed, directory=directory
-    )
+    settings = pause_bench.PauseSettings(nbytes=nbytes, ranks=ranks, rounds=rounds, seed=seed, directory=directory)
     with _status() as say:
         report = pause_bench.run_pause_bench(settings, say)
     _show(report, output, draw_pause_rows)
+
+
+@bench.command(short_help="Updates of a served replica, from publish to first token.")
+@_OUTPUT
+@click.option("--quick", is_flag=True, help="A minute on 4 MiB: shows that it works, asserts nothing.")
+@click.option("--size", "nbytes", type=Size(), help="Of the model, about.  [default: 512MiB]")
+@click.option(
+    "--sizes",
+    metavar="SIZE,…",
+    callback=_each_size,
+    help="Others, at which one full version, one delta and the longest way behind are measured; '' is none.  "
+    "[default: 128MiB,2GiB]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), help="To take the median of.  [default: 3]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+@_DIRECTORY
+def update(
+    output: str | None,
+    quick: bool,
+    nbytes: int | None,
+    sizes: tuple[int, ...] | None,
+    rounds: int | None,
+    seed: int,
+    directory: str | None,
+) -> None:
+    """Measure updates of `weightcast serve` with two ranks: from publish to the first token of the new version.
+
+    Full versions and deltas of 1 %, from a store, a depot on it, a trainer on the same host and trainer ranks that publish
+    shares: along a chain whose versions are taken in turn, and from 1, 5 and 15 versions behind. Phases, bytes, CPU seconds
+    of every process, and the longest gap that eight streaming clients see.
+
+    Exit status:
+      0  all targets that are asserted are met
+      1  a target is missed
+      2  the extra `serve` is not installed
+
+    Examples:
+      weightcast bench update --quick
+      weightcast bench update --sizes 128MiB --rounds 5 --json update.json
+    """
+    settings = replace(update_bench.QUICK if quick else update_bench.UpdateSettings(), seed=seed, directory=directory)
+    settings = replace(settings, nbytes=nbytes or settings.nbytes, rounds=rounds or settings.rounds)
+    settings = replace(settings, sizes=settings.sizes if sizes is None else sizes)
+    with _status() as say:
+        report = update_bench.run_update_bench(settings, say)
+    _show(report, output, draw_update_rows)
 
 
 @bench.command(short_help="Updates from a trainer on the same host.")

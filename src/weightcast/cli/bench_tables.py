@@ -123,8 +123,6 @@ _PAUSES: _Columns = {
     "worst ms": lambda row: f"{row['worst_ms']:.1f}",
     "staging s": lambda row: f"{row['stage_s']:.2f}",
     "memory": lambda row: f"{row['risen_shards']:.2f}",
-    "longest gap ms": lambda row: f"{row['longest_gap_ms']:.1f}",
-    "usual gap ms": lambda row: f"{row['usual_gap_ms']:.1f}",
 }
 
 
@@ -135,15 +133,11 @@ def draw_pause_rows(console: Console, report: Report) -> None:
     for row in report.rows:
         if "stage_s" in row:
             drawn.add_row(*(shown(row) for shown in _PAUSES.values()))
-    copied, served = of["memcpy"], of["throughput"]
+    copied = of["memcpy"]
     console.print("")
     console.print(drawn)
     console.print(
         f"memcpy of a shard: {copied['ms']:.1f} ms, median {copied['median_ms']:.1f} ms, {copied['gb_per_s']:.2f} GB/s each"
-    )
-    console.print(
-        f"{served['streams']} streams: {served['staging_tokens_per_s']:.0f} tokens/s while staging, "
-        f"{served['tokens_per_s']:.0f} without"
     )
 
 
@@ -151,9 +145,77 @@ def _milliseconds(name: str) -> Callable[[Row], str]:
     return lambda row: f"{row[name]:.0f}" if row[name] else "-"
 
 
+def _phase(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[f'{name}_s'] * 1e3:.0f}" if f"{name}_s" in row else "-"
+
+
+def _cpu(of: str) -> Callable[[Row], str]:
+    """The sum over the processes whose names begin so."""
+
+    def shown(row: Row) -> str:
+        taken = [seconds for name, seconds in row.get("cpu_s", {}).items() if name.startswith(of)]
+        return f"{sum(taken) * 1e3:.0f}" if taken else "-"
+
+    return shown
+
+
+_UPDATED: _Columns = {
+    "source": lambda row: row["source"],
+    "model": lambda row: size(row["nbytes"]),
+    "version": lambda row: row["way"],
+    "publish ms": _phase("publish"),
+    "stage": _phase("stage"),
+    "vote": _phase("vote"),
+    "order": _phase("order"),
+    "pause": _phase("pause"),
+    "read back": _phase("read_back"),
+    "settle": _phase("settle"),
+    "first token": _phase("first_token"),
+    "total": _phase("total"),
+}
+_QUIET: _Columns = {
+    **_UPDATED,
+    "fetched": lambda row: size(row["bytes"]) if "bytes" in row else "-",
+    "CPU ms: front end": _cpu("front end"),
+    "ranks": _cpu("rank"),
+    "depot": _cpu("depot"),
+    "trainers": _cpu("trainer"),
+}
+_LOADED: _Columns = {
+    **_UPDATED,
+    "gap: staging": _milliseconds("staging_gap_ms"),
+    "commit": _milliseconds("commit_gap_ms"),
+    "before": _milliseconds("before_gap_ms"),
+    "usual": _milliseconds("usual_gap_ms"),
+    "a step": _milliseconds("step_ms"),
+}
+
+
+def draw_update_rows(console: Console, report: Report) -> None:
+    """Updates of an idle server and of one with streams, and what they are compared with."""
+    words = ("source", "version")
+    for loaded, columns in ((False, _QUIET), (True, _LOADED)):
+        drawn = table(*columns, right=tuple(name for name in columns if name not in words))
+        for row in report.rows:
+            if row["kind"] == "update" and row.get("loaded", False) is loaded:
+                drawn.add_row(*(shown(row) for shown in columns.values()))
+        console.print("")
+        console.print(f"{report.settings['streams']} streams:" if loaded else "idle server:")
+        console.print(drawn)
+    publish = [f"{row['what'].replace('_', ' from ')} {row['s']:.3f} s" for row in report.rows if row["kind"] == "publish"]
+    sending = [f"{row['way']} {row['cpu_s'] * 1e3:.1f} ms" for row in report.rows if row["kind"] == "sending"]
+    console.print(f"publishing: {', '.join(publish)}")
+    console.print(f"CPU of a depot that sends the same bytes: {', '.join(sending)}")
+    for row in report.rows:
+        if row["kind"] == "throughput":
+            console.print(f"{row['busy_tokens_per_s']:.0f} tokens/s with deltas, {row['tokens_per_s']:.0f} without")
+
+
 _VLLM: _Columns = {
     "update": lambda row: row["kind"],
     "s": lambda row: f"{row['s']:.2f}",
+    "staging s": lambda row: f"{row['stage_s']:.2f}",
+    "CPU s": lambda row: f"{row['cpu_s']:.2f}",
     "pause ms": _milliseconds("pause_ms"),
     "median": _milliseconds("median_pause_ms"),
     "gap ms": _milliseconds("gap_ms"),

@@ -1,13 +1,15 @@
-"""What the benches of pauses update: a model of any size that computes little per token, and versions of it in a store.
+"""What the benches of running engines update: a model of any size that computes little per token, and versions of it.
 
-a            the checkpoint that the replica starts from, as a full version
+a            the checkpoint that the engine starts from, as a full version
+a1, a2, a3   deltas, each on the one before, the first on `a`: to warm up with
 b            another full version: every element differs
-b1 … b5      deltas, each on the one before, the first on `b`: one element in a hundred differs, by one unit in the last
+b1, b2 …     deltas, each on the one before, the first on `b`: one element in a hundred differs, by one unit in the last
              place, everywhere alike
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +26,26 @@ from weightcast.tensors.flat import Array
 
 Progress = Callable[[str], None]
 
-FULL = ("a", "b")
-DELTAS = ("b1", "b2", "b3", "b4", "b5")
+DELTAS = 5  # on `b`, where no other number is asked for
+_NEVER = 1 << 20  # versions: more than a chain here has
 ONE_IN = 100  # elements that a delta changes
 
 LAYERS = 4  # the first without experts
-_BITS = np.uint16(3)  # of every element that `b` has otherwise: finite values stay finite
+_FLIPS = (1, 2, 4)  # bits that are flipped in turn: no version equals one of the five before it
 _ULP = np.uint16(1)
 
 
 @dataclass(frozen=True)
 class Made:
-    """A checkpoint on disk and a store with its versions. `nbytes` are those of the tensors."""
+    """A checkpoint on disk and a store with its versions. `nbytes` are those of the tensors.
+
+    `publish_s` are the seconds that publishing each version took.
+    """
 
     model_dir: Path
     store_dir: Path
     nbytes: int
+    publish_s: Mapping[str, float]
 
 
 def model_config(nbytes: int, ranks: int) -> dict[str, Any]:
@@ -67,33 +73,48 @@ def model_config(nbytes: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def make_versions(directory: Path, *, nbytes: int, ranks: int, seed: int, progress: Progress) -> Made:
-    """Write the checkpoint and publish all versions."""
+def make_versions(directory: Path, *, nbytes: int, ranks: int, seed: int, progress: Progress, deltas: int = DELTAS) -> Made:
+    """Write the checkpoint and publish all versions, with so many deltas on `b`."""
     model_dir, store_dir = directory / "model", directory / "store"
     progress("making a model")
     made = init_checkpoint(model_dir, "moe", seed=seed, dtype="bfloat16", **model_config(nbytes, ranks))
-    publish_versions(model_dir, store_dir, seed=seed, progress=progress)
-    return Made(model_dir, store_dir, made)
+    publish_s = publish_versions(model_dir, store_dir, seed=seed, progress=progress, deltas=deltas)
+    return Made(model_dir, store_dir, made, publish_s)
 
 
-def publish_versions(model_dir: Path, store_dir: Path, *, seed: int, progress: Progress) -> None:
-    """Publish all versions of a BF16 checkpoint."""
-    store = Store(store_dir, delta=DeltaPolicy(keep="memory"))
-    progress("publishing full versions")
+def publish_versions(
+    model_dir: Path, store_dir: Path, *, seed: int, progress: Progress, deltas: int = DELTAS
+) -> dict[str, float]:
+    """Publish all versions of a BF16 checkpoint. Returns the seconds that each took."""
+    store = Store(store_dir, delta=DeltaPolicy(keep="memory", full_every=_NEVER))
+    began = time.perf_counter()
+    progress("publishing a")
     store.publish_checkpoint("a", model_dir, "full")
-    tensors = {name: array.view(np.uint16) ^ _BITS for name, array in store.load("a").items()}
-    store.publish("b", dict(_as_bf16(tensors)), "full")
-    for number, version in enumerate(DELTAS):
-        progress(f"publishing delta {version}")
+    taken = {"a": time.perf_counter() - began}
+    tensors = {name: array.view(np.uint16).copy() for name, array in store.load("a").items()}
+    for number, version in enumerate(("a1", "a2", "a3", "b", *(f"b{number}" for number in range(1, deltas + 1)))):
+        progress(f"publishing {version}")
         random = np.random.default_rng([seed, number])
         for array in tensors.values():
-            flip_some(array, random)
-        store.publish(version, dict(_as_bf16(tensors)), "delta")
+            if version == "b":
+                flip_all(array)
+            else:
+                flip_some(array, random)
+        began = time.perf_counter()
+        store.publish(version, dict(as_bf16(tensors)), "full" if version == "b" else "delta")
+        taken[version] = time.perf_counter() - began
+    return taken
 
 
-def _as_bf16(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+def as_bf16(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """The tensors whose bit patterns these are."""
     for name, array in tensors.items():
         yield name, array.view(DType.BF16.numpy)
+
+
+def flip_all(array: Array, number: int = 0) -> None:
+    """Change every element of an array of bit patterns, otherwise for each of a few numbers; finite values stay finite."""
+    array ^= np.uint16(_FLIPS[number % len(_FLIPS)])
 
 
 def flip_some(array: Array, random: np.random.Generator) -> int:
