@@ -63,8 +63,8 @@ def memories(manifest: Manifest) -> dict[str, Bytes]:
 
 
 def expected(store: Store, manifest: Manifest) -> dict[str, bytes]:
-    if manifest.payload is not None:
-        file = manifest.payload.file
+    if manifest.payloads:
+        file = manifest.payloads[0].file
         return {file: (store.path / "versions" / manifest.version / file).read_bytes()}
     loaded = store.load(manifest.version)
     return {entry.name: flat_bytes(loaded[entry.name]).tobytes() for entry in manifest.tensors}

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from weightcast import Store
 from weightcast.clock import Deadline
@@ -17,17 +18,42 @@ from weightcast.depot.mirror import Mirror
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.errors import SourceFailed
-from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.depot import Newest, Offer, PieceDigests
+from weightcast.tensors.digest import piece_digests
+from weightcast.wire.depot import Newest, Offer
+from weightcast.wire.manifest import Manifest, decode_manifest, encode_manifest
 
 PIECE_NBYTES = 64 << 10
 Change = Callable[[str, int, bytes], bytes]  # the file, where a range of it starts, and its bytes
 
 
-class TamperedHolding:
-    """A version that is told in small pieces, and whose bytes pass through `change` when they are sent."""
+def in_pieces(path: Path, nbytes: int = PIECE_NBYTES) -> None:
+    """Have the files of a version that was published proved in smaller pieces."""
+    manifest = decode_manifest((path / "manifest.json").read_bytes(), path)
 
-    in_files = False
+    def cut(entry):
+        return replace(entry, pieces=piece_digests((path / entry.file).read_bytes(), manifest.algorithm, nbytes))
+
+    changed = replace(
+        manifest,
+        piece_nbytes=nbytes,
+        parts=tuple(map(cut, manifest.parts)),
+        files=tuple(map(cut, manifest.files)),
+        payload=None if manifest.payload is None else cut(manifest.payload),
+    )
+    (path / "manifest.json").write_bytes(encode_manifest(changed))
+
+
+class PiecewiseStore(Store):
+    """A store whose versions have small pieces."""
+
+    def publish(self, version: str, *args: object, **settings: object) -> Manifest:
+        super().publish(version, *args, **settings)
+        in_pieces(self.path / "versions" / version)
+        return self.manifest(version)
+
+
+class TamperedHolding:
+    """A version whose bytes pass through `change` when they are sent."""
 
     def __init__(self, holding: Holding, shelf: TamperedShelf) -> None:
         self._holding, self._shelf = holding, shelf
@@ -47,31 +73,20 @@ class TamperedHolding:
         self._shelf.sent[file] = self._shelf.sent.get(file, 0) + len(data)
         return [memoryview(self._shelf.change(file, start, data))]
 
-    sendable = views
-
-    def tensor(self, name: str):
-        return self._holding.tensor(name)
-
-    def piece_digests(self, file: str, *, deadline: Deadline) -> PieceDigests:
-        data = b"".join(self._holding.views(file, 0, self.files[file], deadline=deadline))
-        if self._shelf.lies:
-            data = self._shelf.change(file, 0, data)
-        size = self._shelf.piece_nbytes
-        digests = tuple(bytes_digest(data[start : start + size]) for start in range(0, len(data), size))
-        return PieceDigests("xxh3-128", size, digests)
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Iterator[memoryview]:
+        for at in range(start, stop, PIECE_NBYTES):
+            yield from self.views(file, at, min(at + PIECE_NBYTES, stop), deadline=deadline)
 
 
 class TamperedShelf:
-    """A store whose bytes are changed on their way out. It `lies` if the digests of its pieces are those of what it sends.
+    """A store whose bytes are changed on their way out.
 
     Bytes of files behind those that `allow` names wait until it allows them. `sent` counts the bytes of each file.
     """
 
-    def __init__(self, path: Path, *, piece_nbytes: int = PIECE_NBYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self._shelf = StoredShelf(path)
-        self.piece_nbytes = piece_nbytes
         self.change: Change = lambda _file, _start, data: data
-        self.lies = False
         self.sent: dict[str, int] = {}
         self._allowed: dict[str, int] | None = None
         self._changed = threading.Condition()
@@ -110,7 +125,7 @@ class Stand:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.store = Store(path / "publisher", lock_timeout=5)
+        self.store = PiecewiseStore(path / "publisher", lock_timeout=5)
         self._opened = ExitStack()
         self._count = 0
 
@@ -118,8 +133,8 @@ class Stand:
         """A depot over a shelf; by default one of its own over the publisher's store."""
         return self._opened.enter_context(Depot(self.tampered() if shelf is None else shelf, **settings))
 
-    def tampered(self, path: Path | None = None, **settings: int) -> TamperedShelf:
-        shelf = TamperedShelf(path or self.store.path, **settings)
+    def tampered(self, path: Path | None = None) -> TamperedShelf:
+        shelf = TamperedShelf(path or self.store.path)
         self._opened.callback(shelf.close)
         return shelf
 

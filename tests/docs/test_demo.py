@@ -87,10 +87,9 @@ def test_a_few_steps_lose_a_rank_and_end_with_equal_weights(transport):
         assert summary["equal"], summary["problems"]
         assert status == (0 if summary["learned"] else 1)
         assert [step["committed"]["version"] for step in report["steps"]] == [f"step_{n}" for n in range(1, STEPS + 1)]
-        assert {step["committed"]["kind"] for step in report["steps"]} == {"full" if transport == "ipc" else "delta"}
-        if transport != "ipc":
-            assert all(step["committed"]["mode"] == "delta" for step in report["steps"])
-            assert summary["median_delta_nbytes"] < summary["full_nbytes"] / 5
+        assert {step["committed"]["kind"] for step in report["steps"]} == {"delta"}
+        assert all(step["committed"]["mode"] == "delta" for step in report["steps"])
+        assert summary["median_delta_nbytes"] < summary["full_nbytes"] / 5
         assert 0 < summary["median_density"] < 0.5
         assert (recovery["step"], recovery["rank"], recovery["version"]) == (3, 1, "step_2")
         assert recovery["lost_requests"] > 0

@@ -152,6 +152,7 @@ def test_the_core_alone_publishes_a_version_and_a_delta_and_updates_a_model_of_n
         (["bench", "delta"], "bench"),
         (["bench", "engine", "--quick"], "serve"),
         (["bench", "pause"], "serve"),
+        (["bench", "update"], "serve"),
         (["bench", "ipc", "--size", "16MiB"], "ipc"),
         (["bench", "vllm"], "vllm"),
     ],

@@ -98,6 +98,9 @@ class Stopping:
     def read(self, indices: Any) -> Any:
         return self._memory.read(indices)
 
+    def moved(self, indices: Any, steps: Any) -> Any:
+        return self._memory.moved(indices, steps)
+
     def write(self, indices: Any, values: Any) -> None:
         number, self._counter[0] = self._counter[0], self._counter[0] + 1
         here = self._point[1] if number == self._point[0] else ""

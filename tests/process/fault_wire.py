@@ -208,7 +208,7 @@ class Wire:
                 "flip request": any(chr(byte).isdecimal() for byte in body),
                 "token": True,
                 "old": b"/manifest" not in path,  # another version of that name is no lie about this one
-                "old as new": b"/files/" in path,
+                "old as new": b"-000" in path,
                 "recorded": self._record(path, body) != b"",
             }
             if not wanted.get(fault.deed, False):

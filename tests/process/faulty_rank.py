@@ -157,6 +157,16 @@ class Reading:
         return got
 
 
+def ranges(real: Callable[..., Iterator[int]], *args: Any, **kwargs: Any) -> Iterator[int]:
+    """The ranges of a source of which the first does not come, or one does that nobody asked for."""
+    fault = FAULTS.due("pieces", "skip", "grow")
+    for number, index in enumerate(real(*args, **kwargs)):
+        if number or fault is None or fault.do != "skip":
+            yield index
+    if fault is not None and fault.do == "grow":
+        yield 1 << 40
+
+
 def pieces(real: Callable[..., Pieces], *args: Any, **kwargs: Any) -> Pieces:
     """The pieces of a source that leaves a tensor out, or makes one longer than it is."""
     stream = real(*args, **kwargs)
@@ -284,6 +294,7 @@ def main() -> None:
     FAULTS.directory, FAULTS.rank = Path(settings["engine"]["model_dir"]), settings["rank"]
     byte_file.os = Reading()
     around(FileReceiver, "pieces", pieces)
+    around(FileReceiver, "ranges", ranges)
     around(live.LiveWeights, "stage", armed_stage)
     around(part.Part, "fetch", before("fetch"))
     around(part, "cut", cut)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from weightcast import Store
+import numpy as np
+
+from weightcast import LiveModel, Store
 from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.transports.http.shares import SharesReceiver
@@ -51,12 +53,31 @@ def slice_of(entry: TensorEntry, rank: int, ranks: int) -> Box:
     return Box(start, tuple(last - first if axis == dim else size for axis, size in enumerate(entry.shape)))
 
 
+def followed(receiver: SharesReceiver, shards: Shards, store: Store, boxes: Mapping[str, Box]) -> dict[str, Any]:
+    """Load the first version into a model of this rank, and take the next one on it."""
+    live = {one.spec.name: np.zeros(one.spec.shape, one.spec.dtype.numpy) for one in shards.held}
+    model = LiveModel(live, source=receiver, layout=shards)
+    model.update("step_1")
+    received.clear()
+    result = model.update("step_2")
+    came = sum(received)
+    manifest = receiver.manifest("step_2", deadline=Deadline.after(60))
+    whole = store.load("step_2")
+    wrong = [name for name, box in boxes.items() if live[name].tobytes() != box_of(whole[name], box).tobytes()]
+    same_root = manifest.root_digest == store.manifest("step_2").root_digest
+    tables = sum(payload.nbytes - payload.table for payload in manifest.payloads)
+    return {
+        "mode": result.mode, "nbytes": result.bytes, "received": came, "payloads": manifest.payload_nbytes, "wrong": wrong,
+        "tables": tables, "count": len(manifest.payloads), "same_root": same_root,
+    }  # fmt: skip
+
+
 def main() -> None:
     rank, ranks = map(int, sys.argv[1:3])
     count_everything()
     receiver = SharesReceiver(sys.argv[4:])
     deadline = Deadline.after(100)
-    manifest = receiver.manifest(receiver.newest(), deadline=deadline)
+    manifest = receiver.manifest("step_1", deadline=deadline)
     boxes = {entry.name: slice_of(entry, rank, ranks) for entry in manifest.tensors}
     sources = {name: entry.shape for name, entry in manifest.by_name().items()}
     shards = Shards(tuple(Held.slice_of(entry.spec, boxes[entry.name]) for entry in manifest.tensors), sources)
@@ -65,10 +86,14 @@ def main() -> None:
     )
     shard = version.manifest(version.newest(), deadline=deadline)
     found = version.arrays(shard)
-    receiver.close()
+    receiver_nbytes = receiver.received_nbytes
+    received_nbytes = sum(received)
     whole = Store(Path(sys.argv[3])).load("step_1")
     wrong = [name for name, box in boxes.items() if found[name].tobytes() != box_of(whole[name], box).tobytes()]
-    report = {"own": shard.nbytes, "received": sum(received), "counted": receiver.received_nbytes, "wrong": wrong}
+    report = {"own": shard.nbytes, "received": received_nbytes, "counted": receiver_nbytes, "wrong": wrong}
+    report["whole"] = sum(file.nbytes for file in manifest.shares)
+    report["delta"] = followed(receiver, shards, Store(Path(sys.argv[3])), boxes)
+    receiver.close()
     print(json.dumps(report | {"tied": manifest.tied, "names": sorted(sources)}))
 
 

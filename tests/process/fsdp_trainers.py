@@ -6,6 +6,7 @@ standard input does. The whole weights, as they are before they are sharded, are
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
@@ -20,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from weightcast import DepotPublisher, Store
+from weightcast import DeltaPolicy, DepotPublisher, Store
+from weightcast.delta import Cut, Slicing
 
 RANKS = 4
+CUTS = Slicing((Cut(("*.up.weight", "*embed.weight"), 0), Cut(("*.down.weight",), 1)))
 WIDTH, INNER, VOCABULARY, LAYERS = 512, 1536, 4099, 2
 
 
@@ -63,17 +66,33 @@ def sharded(model: Model) -> Model:
     return fully_shard(model, mesh=mesh, ignored_params=norms)
 
 
+def stepped(model: Model) -> Model:
+    """The weights after one more step: every hundredth element differs in its lowest bit. The same at every rank."""
+    later = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in later.parameters():  # what is tied comes once
+            bits = parameter.view(torch.int16).view(-1)
+            chosen = torch.randint(0, bits.numel(), (max(1, bits.numel() // 100),), generator=generator).unique()
+            bits[chosen] ^= 1
+    return later
+
+
 def run(rank: int, directory: Path, told: multiprocessing.Queue[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS)
     torch.manual_seed(5)
     model = Model().to(torch.bfloat16)
+    later = stepped(model)
     if rank == 0:
-        Store(directory / "store").publish("step_1", model.state_dict())
-    state = sharded(model).state_dict()
-    with DepotPublisher("127.0.0.1:0", rank=rank, ranks=RANKS, threads=1) as publisher:
+        Store(directory / "store").publish("step_1", model.state_dict(), "full")
+        Store(directory / "store").publish("step_2", later.state_dict(), "full")
+    state, next_state = sharded(model).state_dict(), sharded(later).state_dict()
+    deltas = DeltaPolicy(slicing=CUTS)
+    with DepotPublisher("127.0.0.1:0", rank=rank, ranks=RANKS, threads=1, deltas=deltas, nixl=True) as publisher:
         publisher.publish("step_1", state)
+        publisher.publish("step_2", next_state)
         with torch.no_grad():
-            for tensor in state.values():  # the next step: what was published must not follow it
+            for tensor in (*state.values(), *next_state.values()):  # the next step: what was published must not follow it
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(float(rank))
         dist.barrier()
         told.put(publisher.url)

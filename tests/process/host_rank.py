@@ -26,6 +26,7 @@ sys.path.insert(0, str(TESTS / "unit"))
 from ipc_pairs import mappings
 
 from weightcast.clock import Deadline
+from weightcast.delta.memory import HostMemory
 from weightcast.engines.host.copy import HostCopy, StagedVersion, Wanted
 from weightcast.engines.host.keeper import SharedHostCopy
 from weightcast.errors import WeightcastError
@@ -60,6 +61,20 @@ class Rank:
     def look(self) -> dict[str, Any]:
         assert self._staged is not None
         return {"digests": self._digests(self._staged.arrays), "mapped": sorted(set(mappings()))}
+
+    def halt(self, writes: int) -> None:
+        """Stop for good in the middle of a delta, after so many writes into memory and half of the next one."""
+        write, left = HostMemory.write, iter(range(writes))
+
+        def slow(memory: HostMemory, indices: Any, values: Any) -> None:
+            if next(left, None) is None:
+                half = len(values) // 2
+                write(memory, indices[:half], values[:half])
+                self._hold.with_suffix(".seen").touch()
+                time.sleep(ALARM_S)
+            write(memory, indices, values)
+
+        HostMemory.write = slow  # type: ignore[method-assign]
 
     def scribble(self) -> None:
         assert self._staged is not None

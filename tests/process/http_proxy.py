@@ -42,7 +42,7 @@ class Fault:
 
     kind: Kind
     at: int = 0
-    path: str = "/files/"
+    path: str = "-000"
     times: float = 1
     seconds: float = 0.3
     other: tuple[str, str] = ("", "")  # for `replay`: what to put in the place of what, in the path
@@ -88,10 +88,10 @@ class Proxy:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def forwarded(self, path: str = "/files/") -> int:
+    def forwarded(self, path: str = "-000") -> int:
         """Bytes of the bodies of answers that were forwarded for such paths."""
         with self._lock:
-            return sum(one.sent[0] for one in self.exchanges if path in one.path and not one.path.endswith("/digests"))
+            return sum(one.sent[0] for one in self.exchanges if path in one.path)
 
     @property
     def connections(self) -> int:

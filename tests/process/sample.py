@@ -117,7 +117,7 @@ def find_strays(path: Path) -> list[str]:
     belongs = {".lock", "version.yaml", "versions"}
     for version in store.versions():
         manifest = store.manifest(version)
-        payload = [manifest.payload] if manifest.payload else []
+        payload = manifest.payloads
         inside = ("manifest.json", *(file.file for file in (*manifest.parts, *manifest.files, *payload)))
         belongs |= {f"versions/{version}", *(f"versions/{version}/{name}" for name in inside)}
     present = {str(entry.relative_to(path)) for entry in path.rglob("*")}

@@ -39,6 +39,9 @@ class Flaky:
     def read(self, indices):
         return self._memory.read(indices)
 
+    def moved(self, indices, steps):
+        return self._memory.moved(indices, steps)
+
     def write(self, indices, values):
         if self._faults.strikes():
             if self._faults.half:

@@ -148,7 +148,7 @@ def test_connections_without_a_token_do_not_keep_a_client_with_one_from_its_answ
 @pytest.mark.parametrize("attack", ["one byte", "half a body", "an answer that is not read"])
 def test_neither_do_those_that_stop_in_the_middle_where_no_token_is_asked_for(tmp_path, store, attack):
     store.publish("step_2", {"a": np.zeros(8 << 20, dtype=np.float32)}, "full")
-    part = "/v1/versions/step_2/files/model-00001-of-00001.safetensors"
+    part = "/versions/step_2/model-00001-of-00001.safetensors"
     sent = {
         "one byte": b"G",
         "half a body": b"POST /v1/acks HTTP/1.1\r\nHost: x\r\nContent-Length: 16000000\r\n\r\nabc",

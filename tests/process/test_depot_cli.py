@@ -81,7 +81,7 @@ def test_a_depot_says_where_it_is_serves_and_ends_with_zero(tmp_path, store):
     with running(tmp_path, "--store", store.path) as depot:
         assert depot.get("/health") == (200, b'{"status":"ok"}')
         manifest = (store.path / "versions" / "step_1" / "manifest.json").read_bytes()
-        assert depot.get("/v1/versions/step_1/manifest") == (200, manifest)
+        assert depot.get("/versions/step_1/manifest.json") == (200, manifest)
         port = int(depot.port_file.read_text())
         depot.process.terminate()
         assert depot.process.wait(WAIT_S) == 0
@@ -131,7 +131,7 @@ def test_a_depot_that_mirrors_another_fills_its_own_store_and_serves_it(tmp_path
         assert (status, b"step_1" in body) == (200, True)
         depot.wait_for((tmp_path / "copy" / "version.yaml").exists, "the copy")
         manifest = (store.path / "versions" / "step_1" / "manifest.json").read_bytes()
-        assert depot.get("/v1/versions/step_1/manifest", Authorization=bearer) == (200, manifest)
+        assert depot.get("/versions/step_1/manifest.json", Authorization=bearer) == (200, manifest)
         assert upstream.url in depot.output.read_text()
         depot.process.terminate()
         assert depot.process.wait(WAIT_S) == 0

@@ -103,14 +103,14 @@ def test_a_part_that_is_truncated_while_it_is_sent_over_tls_does_not_end_the_dep
         with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
             with context.wrap_socket(plain) as sock:
-                sock.sendall(f"GET /v1/versions/step_1/files/{PART} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                sock.sendall(f"GET /versions/step_1/{PART} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
                 received = len(sock.recv(1000))
                 os.truncate(store.path / "versions" / "step_1" / PART, nbytes)  # the depot is in the middle of a block
                 with contextlib.suppress(OSError):
                     while data := sock.recv(1 << 20):
                         received += len(data)
         assert received < 64 << 20
-        status, data = depot.get(f"/v1/versions/step_2/files/{PART}", trust=context)
+        status, data = depot.get(f"/versions/step_2/{PART}", trust=context)
         assert status == 200
         assert len(data) == (store.path / "versions" / "step_2" / PART).stat().st_size
         assert depot.process.poll() is None

@@ -18,26 +18,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from http_depots import Scripted
-from weightcast import Store
 from weightcast.bench.fanout_network import Network, lacking
 from weightcast.clock import Deadline
-from weightcast.depot.questions import Questions
-from weightcast.depot.server import Depot
-from weightcast.depot.stored import StoredShelf
 from weightcast.errors import SourceFailed
-from weightcast.tensors.boxes import Box
 from weightcast.transports.http.client import DepotClient
-from weightcast.transports.registry import open_receiver
-from weightcast.wire.depot import BoxOf
 
 from .children import TESTS, end
 from .fault_draws import KINDS
 from .fault_stage import publish_all
-from .fault_wire import Fault, Wire
 
 SEEDS = {"sampled": 9, "full": 1}
 RUNNERS = {"sampled": 1, "full": 2}
@@ -62,30 +53,6 @@ def test_a_fault_at_any_moment_ends_in_the_old_version_or_the_new_one_and_the_ne
 
 
 # -- faults that random ones meet rarely ---------------------------------------------------------------------------------
-
-
-def test_boxes_that_answer_another_question_are_refused(tmp_path):
-    store = Store(tmp_path / "store")
-    manifest = store.publish("a", {"w": np.arange(64, dtype=np.float32).reshape(8, 8)})
-    first, second = (BoxOf("w", Box((start, 0), (4, 8))) for start in (0, 4))
-    with ExitStack() as stack:
-        questions = Questions(stack.enter_context(StoredShelf(store.path)), store.path)
-        depot = stack.enter_context(Depot(questions.shelf, routes=questions.routes()))
-        wire = Wire(("127.0.0.1", depot.port))
-        stack.callback(wire.close)
-        receiver = stack.enter_context(closing(open_receiver(f"http://{wire.host}", rank=0)))
-
-        def fetch(box: BoxOf) -> bytes:
-            memory = np.zeros(4 * 8 * 4, np.uint8)
-            list(receiver.boxes(manifest, [(box, memory)], deadline=Deadline.after(20)))
-            return memory.tobytes()
-
-        upper = fetch(first)
-        wire.arm(Fault("recorded", at=0, lasting=True))  # right bytes with the right digests, of another box
-        with pytest.raises(SourceFailed, match="another question"):
-            fetch(second)
-        wire.arm(None)
-        assert upper + fetch(second) == np.arange(64, dtype=np.float32).tobytes()
 
 
 def test_an_answer_that_is_not_text_is_the_failure_of_a_depot():

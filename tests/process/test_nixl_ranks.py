@@ -1,4 +1,4 @@
-"""Ranks that hold slices read them by NIXL, and take what a depot works out over its HTTP."""
+"""Ranks that hold slices read them by NIXL."""
 
 from contextlib import closing
 
@@ -7,17 +7,15 @@ import pytest
 
 from weightcast import DeltaPolicy, LiveModel, Store
 from weightcast.depot.nixl_export import NixlExport
-from weightcast.depot.questions import Questions
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.tensors.boxes import Box, Held, box_of
-from weightcast.tensors.digest import bytes_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import array_sum, root_of_sums
-from weightcast.transports.base import BoxReceiver, CatchUpReceiver
+from weightcast.transports.base import RangeReceiver, StateReceiver
+from weightcast.transports.boxes import MemoryTaker, fetch_boxes
 from weightcast.transports.registry import open_receiver
-from weightcast.wire.depot import BoxOf
 from weightcast.worker.shards import HeldVersion, Shards, cut
 
 from .nixl_stand import needs_nixl, soon
@@ -42,16 +40,16 @@ def depot(tmp_path_factory):
             array.reshape(-1)[number::5000] += 1
         store.publish(f"v{number}", moved)
     with StoredShelf(store.path) as shelf:
-        questions, export = Questions(shelf, store.path), NixlExport(shelf)
-        with closing(export), Depot(questions.shelf, routes=[*questions.routes(), *export.routes()]) as depot:
+        export = NixlExport(shelf)
+        with closing(export), Depot(shelf, routes=export.routes()) as depot:
             yield f"nixl{depot.url.removeprefix('http')}", moved
 
 
 @pytest.fixture(scope="module")
 def receiver(depot):
     with closing(open_receiver(f"{depot[0]}?bucket_nbytes=100000", rank=0)) as receiver:
-        assert isinstance(receiver, BoxReceiver)
-        assert isinstance(receiver, CatchUpReceiver)
+        assert isinstance(receiver, RangeReceiver)
+        assert isinstance(receiver, StateReceiver)
         yield receiver
 
 
@@ -68,21 +66,20 @@ def shards(rank, ranks):
 def test_boxes_are_read_where_they_lie(receiver):
     manifest, tensors = receiver.manifest("v0", deadline=soon()), state(1)
     wanted = [
-        BoxOf("rows", Box((7, 0), (31, 12_000))),
-        BoxOf("rows", Box((0, 5000), (50, 6000))),
-        BoxOf("columns", Box((3, 100), (20, 16_384))),
-        BoxOf("narrow", Box((0, 3), (512, 9))),
-        BoxOf("norm", Box((0,), (40,))),
-        BoxOf("rows", Box((0, 0), (96, 12_000))),
-        BoxOf("rows", Box((9, 9), (0, 4))),
+        ("rows", Box((7, 0), (31, 12_000))),
+        ("rows", Box((0, 5000), (50, 6000))),
+        ("columns", Box((3, 100), (20, 16_384))),
+        ("narrow", Box((0, 3), (512, 9))),
+        ("norm", Box((0,), (40,))),
+        ("rows", Box((0, 0), (96, 12_000))),
+        ("rows", Box((9, 9), (0, 4))),
     ]
-    cuts = [
-        tensors[one.tensor][tuple(slice(a, a + n) for a, n in zip(one.box.start, one.box.shape, strict=True))]
-        for one in wanted
-    ]
-    memories = [np.zeros(cut.nbytes, np.uint8) for cut in cuts]
-    told = dict(receiver.boxes(manifest, list(zip(wanted, memories, strict=True)), deadline=soon()))
-    assert told == {index: bytes_digest(cut.tobytes()) for index, cut in enumerate(cuts)}
+    cuts = [tensors[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] for name, box in wanted]
+    memories, entries = [np.zeros(cut.nbytes, np.uint8) for cut in cuts], manifest.by_name()
+    takers = [MemoryTaker(entries[name], box, memory) for (name, box), memory in zip(wanted, memories, strict=True)]
+    for proved in (False, True):
+        told = list(fetch_boxes(receiver, manifest, takers, proved=proved, deadline=soon()))
+        assert sorted(told) == list(range(len(wanted)))
     assert all(memory.tobytes() == cut.tobytes() for memory, cut in zip(memories, cuts, strict=True))
 
 

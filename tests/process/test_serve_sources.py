@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from weightcast import DepotPublisher, Publisher, Shard, Store
-from weightcast.depot.questions import Questions
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.engines.embedded.presets import init_checkpoint
@@ -194,16 +193,14 @@ def test_ranks_take_their_boxes_from_a_trainer_over_the_network(stand):
 
 
 def test_ranks_that_are_behind_are_sent_one_delta(stand):
-    with StoredShelf(stand.store.path) as shelf:
-        questions = Questions(shelf, stand.store.path)
-        with Depot(questions.shelf, routes=questions.routes()) as depot:
-            results(stand.update(stand.store.newest(), source=depot.url))
-            state = stand.store.load()
-            for number in (51, 52, 53):
-                for array in state.values():
-                    array.reshape(-1)[number::997] *= 2
-                manifest = stand.store.publish(f"behind_{number}", state, mode="delta")
-            told = results(stand.update("behind_53", source=depot.url))
+    with StoredShelf(stand.store.path) as shelf, Depot(shelf) as depot:
+        results(stand.update(stand.store.newest(), source=depot.url))
+        state = stand.store.load()
+        for number in (51, 52, 53):
+            for array in state.values():
+                array.reshape(-1)[number::997] *= 2
+            manifest = stand.store.publish(f"behind_{number}", state, mode="delta")
+        told = results(stand.update("behind_53", source=depot.url))
     assert {one["mode"] for one in told} == {"delta"}
     assert sum(one["bytes"] for one in told) < sum(array.nbytes for array in state.values()) / 10
     assert stand.weights()["root_digest"] == manifest.root_digest

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from weightcast import Store, logs
-from weightcast.depot.questions import Questions
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
 from weightcast.engines.embedded.presets import init_checkpoint
@@ -80,8 +79,7 @@ def stand(tmp_path_factory):
         state = {name: rng.permuted(array, axis=0) for name, array in store.load("step_0").items()}
         store.publish(f"step_{number}", state, mode="full")
     with ExitStack() as stack:
-        questions = Questions(stack.enter_context(StoredShelf(store.path)), store.path)
-        depot = stack.enter_context(Depot(questions.shelf, routes=questions.routes()))
+        depot = stack.enter_context(Depot(stack.enter_context(StoredShelf(store.path))))
         source = f"file://{store.path}"
         server = stack.enter_context(
             server_process(root / "model", "--ranks", 2, "--source", source, "--allow-source", depot.url, logging=DEBUG)

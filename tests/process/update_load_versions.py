@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightcast import Store
+from weightcast.delta import Cut, Slicing
 from weightcast.engines.embedded.checkpoint_dir import write_checkpoint_dir
 from weightcast.engines.embedded.presets import companion_files, init_checkpoint, preset_config
 from weightcast.store.delta_policy import DeltaPolicy
@@ -67,8 +68,12 @@ class Trainer:
         self.model_dir, self._root = root / "model", root
         self.config = preset_config("tiny", tied=True, dtype="float32")
         init_checkpoint(self.model_dir, "tiny", seed=seed)
-        # Both packings: the one that needs the base to be read, and the one that does not.
-        self._stores = [Store(root / "store", delta=DeltaPolicy(packing=packing)) for packing in ("classes", "gaps")]
+        # Both packings: the one that is decoded along the slices of a rank, and the one that needs no base.
+        vocabulary = Cut(("*embed_tokens.weight", "*lm_head.weight"), 0, edges=(130,), like="vocabulary")  # 259 rows, padded
+        cuts = Slicing((vocabulary, *Slicing.decoder(2).cuts))
+        self._stores = [
+            Store(root / "store", delta=DeltaPolicy(packing=packing, slicing=cuts)) for packing in ("classes", "gaps")
+        ]
         self.store = self._stores[0]
         self.store.publish_checkpoint("step_0", self.model_dir)
         self._rng = np.random.default_rng(seed)

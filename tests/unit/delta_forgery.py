@@ -32,6 +32,8 @@ class Forged:
     changes: list
     frames: list
     sizes: list | None = None  # those of the frames
+    inside: list | None = None  # the numbers of the boxes that blocks are in; 0, the whole tensor, for all
+    boxes: dict = field(default_factory=dict)  # by the number of their tensor: start and shape of each
     claims: dict = field(default_factory=dict)  # numbers that differ from what is there
 
     @classmethod
@@ -50,17 +52,23 @@ class Forged:
             lanes=[block.lanes for block in blocks],
             changes=[block.changes for block in blocks],
             frames=[chunk.frame for chunk in table.chunks],
+            inside=[block.box for block in blocks],
+            boxes={at: [[one.start, one.shape] for one in tensor.boxes] for at, tensor in enumerate(table.tensors)},
         )
 
     def table(self):
         parts = [text(root) for root in self.roots] + [struct.pack("<I", self.claims.get("tensors", len(self.tensors)))]
-        for name, dtype, shape in self.tensors:
+        for at, (name, dtype, shape) in enumerate(self.tensors):
             parts += [text(name), text(dtype), struct.pack(f"<B{len(shape)}Q", len(shape), *shape), text("")]
+            boxes = self.boxes.get(at, [])
+            parts.append(struct.pack("<I", self.claims.get(f"boxes of {at}", len(boxes))))
+            parts += [struct.pack(f"<{len(start) + len(size)}Q", *start, *size) for start, size in boxes]
         sizes = [len(frame) for frame in self.frames] if self.sizes is None else self.sizes
         parts.append(struct.pack("<I", self.claims.get("chunks", len(self.counts))))
+        inside = [0] * len(self.owners) if self.inside is None else self.inside
         for code, column in (
-            ("I", self.counts), ("B", self.forms), ("Q", sizes), ("I", self.owners), ("Q", self.starts), ("I", self.lanes),
-            ("I", self.changes),
+            ("I", self.counts), ("B", self.forms), ("Q", sizes), ("I", self.owners), ("I", inside), ("Q", self.starts),
+            ("I", self.lanes), ("I", self.changes),
         ):  # fmt: skip
             parts.append(struct.pack(f"<{len(column)}{code}", *column))
         return b"".join([*parts, *(xxhash.xxh3_128(frame).digest() for frame in self.frames)])
@@ -69,9 +77,9 @@ class Forged:
         return sealed(self.table(), self.frames, self.packing)
 
 
-def sealed(table, frames, packing, *, stored=None, decoded=None):
+def sealed(table, frames, packing, *, stored=None, decoded=None, number=2):
     """A packed delta with this table, whatever it says."""
-    head = struct.pack("<8sHB5x", b"wcdelta\n", 2, packing)
+    head = struct.pack("<8sHB5x", b"wcdelta\n", number, packing)
     stored = zipped(table) if stored is None else stored
     body = b"".join([head, *frames])
     tail = struct.pack("<QII", len(body), len(stored), len(table) if decoded is None else decoded)

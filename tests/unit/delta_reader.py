@@ -59,6 +59,14 @@ class Kind:
 
 
 @dataclass
+class Box:
+    """A rectangular part of a tensor: its first index and its length along each dimension."""
+
+    start: list[int]
+    shape: list[int]
+
+
+@dataclass
 class Tensor:
     """A tensor of the table."""
 
@@ -66,24 +74,51 @@ class Tensor:
     dtype: str
     shape: list[int]
     summed_as: str
+    boxes: list[Box] = field(default_factory=list)
 
     @property
     def kind(self) -> Kind:
         return Kind.of(self.dtype)
 
     @property
+    def lanes_per_element(self) -> int:
+        return ITEM_NBYTES[self.dtype] // self.kind.nbytes
+
+    @property
     def lanes(self) -> int:
-        return math.prod(self.shape) * ITEM_NBYTES[self.dtype] // self.kind.nbytes
+        return math.prod(self.shape) * self.lanes_per_element
 
 
 @dataclass
 class Block:
-    """Consecutive lanes of a tensor, and how many of them change."""
+    """Consecutive lanes of a tensor or of a box of it, and how many of them change. Boxes are counted from 1."""
 
     tensor: Tensor
+    box: int
     start: int
     lanes: int
     changes: int
+
+    def check(self) -> None:
+        require(self.box <= len(self.tensor.boxes), "a block of a box that is not listed")
+        inside = self.tensor.boxes[self.box - 1].shape if self.box else self.tensor.shape
+        require(
+            1 <= self.changes <= self.lanes and self.start + self.lanes <= math.prod(inside) * self.tensor.lanes_per_element,
+            "a block is impossible",
+        )
+
+    def place(self, lane: int) -> int:
+        """Where in the tensor a lane is that was counted in the box of this block."""
+        if not self.box:
+            return lane
+        box = self.tensor.boxes[self.box - 1]
+        element, half = divmod(lane, self.tensor.lanes_per_element)
+        at, stride = 0, 1
+        for first, length, size in reversed(list(zip(box.start, box.shape, self.tensor.shape, strict=True))):
+            element, index = divmod(element, length)
+            at += (first + index) * stride
+            stride *= size
+        return at * self.tensor.lanes_per_element + half
 
 
 @dataclass
@@ -153,21 +188,35 @@ def read_table(data: bytes) -> Table:
     for _ in range(source.number("I")):
         name, dtype = source.text(), source.text()
         shape = list(source.numbers("Q", source.number("B")))
-        table.tensors.append(Tensor(name, dtype, shape, (source.text() if number > 1 else "") or name))
+        summed_as = source.text() if number > 1 else ""
+        boxes = list(take_boxes(source, shape)) if number > 1 else []
+        table.tensors.append(Tensor(name, dtype, shape, summed_as or name, boxes))
     chunks = source.number("I")
     counts, forms, sizes = source.numbers("I", chunks), source.numbers("B", chunks), source.numbers("Q", chunks)
     blocks = sum(counts)
-    owners, starts = source.numbers("I", blocks), source.numbers("Q", blocks)
-    lanes, changes = source.numbers("I", blocks), source.numbers("I", blocks)
-    every = iter([Block(table.tensors[o], s, n, c) for o, s, n, c in zip(owners, starts, lanes, changes, strict=True)])
+    owners = [table.tensors[owner] for owner in source.numbers("I", blocks)]
+    inside = source.numbers("I", blocks) if number > 1 else [0] * blocks
+    starts, lanes, changes = source.numbers("Q", blocks), source.numbers("I", blocks), source.numbers("I", blocks)
+    every = [Block(*fields) for fields in zip(owners, inside, starts, lanes, changes, strict=True)]
+    for block in every:
+        block.check()
+    coming = iter(every)
     at = 16
     for count, form, size in zip(counts, forms, sizes, strict=True):
         frame = data[at : at + size]
         require(digest(frame) == source.take(16), "a frame does not match its digest")
-        table.chunks.append(Chunk(FORMS[form], [next(every) for _ in range(count)], frame))
+        table.chunks.append(Chunk(FORMS[form], [next(coming) for _ in range(count)], frame))
         at += size
     require(at == start and not source.data, "frames or columns do not fill their space")
     return table
+
+
+def take_boxes(source: Bytes, shape: list[int]) -> Iterator[Box]:
+    for _ in range(source.number("I")):
+        box = Box(list(source.numbers("Q", len(shape))), list(source.numbers("Q", len(shape))))
+        inside = [first + length <= size for first, length, size in zip(box.start, box.shape, shape, strict=True)]
+        require(shape and all(box.shape) and all(inside), "a box is empty, or does not lie inside of its tensor")
+        yield box
 
 
 def take_bits(data: bytes, widths: list[int]) -> list[int]:
@@ -245,7 +294,7 @@ def take_steps(chunk: Chunk, nbytes: int) -> list[int]:
     return [un_zigzag(int.from_bytes(bytes(plane[lane] for plane in planes), "little")) for lane in range(lanes)]
 
 
-Change = tuple[Block, int, int]  # block, lane of its tensor, step
+Change = tuple[Block, int, int]  # block, lane of its tensor (not of its box), step
 
 
 def changes_by_block(chunk: Chunk) -> Iterator[Change]:
@@ -256,7 +305,7 @@ def changes_by_block(chunk: Chunk) -> Iterator[Change]:
         for gap, step in group:
             lane += 1 + gap
             require(lane < block.start + block.lanes, "a change lies outside of its block")
-            yield block, lane, step
+            yield block, block.place(lane), step
 
 
 def changes_by_class(chunk: Chunk, base: dict[str, list[int]]) -> Iterator[Change]:
@@ -265,7 +314,7 @@ def changes_by_class(chunk: Chunk, base: dict[str, list[int]]) -> Iterator[Chang
     endless = (1 << 40, 0)
     ahead = [list(next(group, endless)) for group in coming]
     for block in chunk.blocks:
-        for lane in range(block.start, block.start + block.lanes):
+        for lane in map(block.place, range(block.start, block.start + block.lanes)):
             own = kind.class_of(base[block.tensor.name][lane])
             if ahead[own][0] == 0:
                 yield block, lane, ahead[own][1]
@@ -281,7 +330,7 @@ def changes_of(chunk: Chunk, packing: int, base: dict[str, list[int]]) -> Iterat
     (block,) = chunk.blocks
     for at, step in enumerate(take_steps(chunk, block.tensor.kind.nbytes)):
         if step:
-            yield block, block.start + at, step
+            yield block, block.place(block.start + at), step
 
 
 def root_of(tensors: list[Tensor], state: dict[str, bytes], label: str) -> str:
@@ -308,10 +357,13 @@ def read(data: bytes, base: dict[str, bytes]) -> dict[str, bytes]:
     codes = {tensor.name: f"<{tensor.lanes}{' BH I'[tensor.kind.nbytes]}" for tensor in table.tensors}
     old = {name: list(struct.unpack(codes[name], contents)) for name, contents in base.items()}
     new = {name: list(lanes) for name, lanes in old.items()}
+    changed = set()
     for chunk in table.chunks:
         require(len({block.tensor.kind for block in chunk.blocks}) == 1, "a chunk mixes kinds")
         found = [0] * len(chunk.blocks)
         for block, lane, step in changes_of(chunk, table.packing, old):
+            require((block.tensor.name, lane) not in changed, "a lane changes twice: blocks overlap")
+            changed.add((block.tensor.name, lane))
             found[next(at for at, one in enumerate(chunk.blocks) if one is block)] += 1
             new[block.tensor.name][lane] = block.tensor.kind.moved(old[block.tensor.name][lane], step)
         require(found == [block.changes for block in chunk.blocks], "a block has more or fewer changes than it should")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from weightcast.delta import encoder, states
+from weightcast.delta import encoder, slicing, states
 from weightcast.tensors.dtypes import DType
 
 ODD_32 = np.array(
@@ -91,10 +91,11 @@ def moved_on(rng, array, dtype, *, density, far):
 
 @contextmanager
 def chunks_of(lanes):
-    """Chunks so small that small tensors have several."""
+    """Chunks so small that small tensors have several; these are also cut into slices, where there is a slicing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "CHUNK_LANES", lanes)
-        patch.setattr(states, "CHUNK_LANES", lanes)
+        for module in (encoder, slicing, states):
+            patch.setattr(module, "CHUNK_LANES", lanes)
+        patch.setattr(slicing, "SLICED_NBYTES", 1)
         yield
 
 

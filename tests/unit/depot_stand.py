@@ -46,7 +46,7 @@ def part_bytes(store: Store, version: str = "step_1") -> bytes:
 
 
 def file_path(file: str = PART, version: str = "step_1") -> str:
-    return f"/v1/versions/{version}/files/{file}"
+    return f"/versions/{version}/{file}"
 
 
 @contextlib.contextmanager

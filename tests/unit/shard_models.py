@@ -153,7 +153,7 @@ def check_manifest(version, arrays):
     assert shard == (proved if is_streamed(version) else unsealed)
     assert not any(entry.digest for entry in shard.tensors)
     assert (shard.version, shard.sequence, shard.step) == (version.full.version, version.full.sequence, version.full.step)
-    assert shard.payload is None
+    assert not shard.payloads
     return shard
 
 

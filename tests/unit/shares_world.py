@@ -9,8 +9,8 @@ from weightcast import DepotPublisher, Shard
 from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.flat import flat_bytes
+from weightcast.transports.boxes import MemoryTaker, fetch_boxes
 from weightcast.transports.http.shares import SharesReceiver
-from weightcast.wire.depot import BoxOf
 
 
 def soon():
@@ -81,13 +81,12 @@ def receiving(publishers, **options):
 
 
 def fetched(receiver, manifest, boxes):
-    """Boxes as arrays, and the digests that were told."""
+    """Boxes as arrays."""
     entries = manifest.by_name()
     arrays = [np.empty(box.shape, dtype=entries[name].dtype.numpy) for name, box in boxes]
-    wanted = [(BoxOf(name, box), flat_bytes(array)) for (name, box), array in zip(boxes, arrays, strict=True)]
-    digests = dict(receiver.boxes(manifest, wanted, deadline=soon()))
-    assert sorted(digests) == list(range(len(boxes)))
-    return arrays, digests
+    takers = [MemoryTaker(entries[name], box, flat_bytes(array)) for (name, box), array in zip(boxes, arrays, strict=True)]
+    assert sorted(fetch_boxes(receiver, manifest, takers, proved=True, deadline=soon())) == list(range(len(boxes)))
+    return arrays
 
 
 def same(one, other):

@@ -175,7 +175,7 @@ def test_publish_takes_a_delta_where_it_can_and_says_so(run, run_json, chained, 
     status, answer = run_json("publish", chained, "step_4", checkpoint, "--mode", "delta", "--packing", "gaps")
     assert status == 0
     assert (answer["kind"], answer["base"], answer["parts"]) == ("delta", "step_3", 0)
-    assert answer["payload_nbytes"] == Store(chained).manifest("step_4").payload.nbytes < 1000
+    assert answer["payload_nbytes"] == Store(chained).manifest("step_4").payloads[0].nbytes < 1000
     status, out, _ = run("publish", chained, "step_5", checkpoint)
     assert status == 0
     assert "as a delta of" in out
@@ -190,7 +190,7 @@ def test_publish_takes_a_delta_where_it_can_and_says_so(run, run_json, chained, 
 
 
 def test_ls_and_show_tell_what_a_delta_is_built_on(run, run_json, chained):
-    payload = Store(chained).manifest("step_3").payload
+    payload = Store(chained).manifest("step_3").payloads[0]
     status, out, _ = run("store", "ls", chained)
     assert status == 0
     line = next(line for line in out.splitlines() if "step_3" in line)
@@ -205,7 +205,7 @@ def test_ls_and_show_tell_what_a_delta_is_built_on(run, run_json, chained):
     a, b = (next(line for line in out.splitlines() if line.startswith(name)) for name in ("a ", "b "))
     assert ["sparse" in a, f"{5 / 16000:.4%}" in a, "skip" in b, "0.0000%" in b] == [True] * 4
     shown = run_json("store", "show", chained, "step_3")[1]
-    assert shown["payload"]["nbytes"] == payload.nbytes
+    assert shown["payloads"][0]["nbytes"] == payload.nbytes
     assert [(tensor["form"], tensor["changes"]) for tensor in shown["delta"]["tensors"]] == [("sparse", 5), ("skip", 0)]
     assert "delta" not in run_json("store", "show", chained, "step_1")[1]
 

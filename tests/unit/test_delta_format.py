@@ -19,6 +19,7 @@ from weightcast.delta.container import PACKINGS
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.kernels import kernels
 from weightcast.tensors.lanes import kind_of, lanes_per_element
+from weightcast.tensors.spec import MAX_DIMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "delta-format.md"
 
@@ -176,8 +177,29 @@ def test_the_limits_on_the_page_are_those_of_the_code():
     assert "| lanes of all blocks of a chunk | 2^24 " in page
     assert "| the table, decoded | 2^28 bytes |" in page
     assert (container.BLOCK_LANES, container.MAX_TABLE_RATIO) == (1 << 16, 1024)
+    assert (container.SLICED_NBYTES, container.MAX_SLICES) == (256, 64)
+    assert "blocks of 2^16 lanes, and those of 256 bytes or more into 64 blocks besides" in page
+    assert "weightcast cuts tensors of 256 bytes or more, into at most 64 parts" in page
+    assert f"| dimensions | {MAX_DIMS} |" in page
     assert streams._MAX_SHIFT == 24
     assert "shift**, at most 24" in page
+
+
+@pytest.mark.parametrize(("dtype", "lanes"), [("BF16", [2, 3, 6, 7]), ("F64", [4, 5, 6, 7, 12, 13, 14, 15])])
+def test_the_box_on_the_page_has_these_lanes(dtype, lanes):
+    box = delta_reader.Box([0, 2], [2, 2])
+    block = delta_reader.Block(delta_reader.Tensor("w", dtype, [2, 4], "w", [box]), 1, 0, len(lanes), 1)
+    assert [block.place(lane) for lane in range(len(lanes))] == lanes
+
+
+@pytest.mark.untraced
+@settings(max_examples=30)
+@given(chain=state_chains(), packing=st.sampled_from(PACKINGS), dim=st.integers(0, 2), parts=st.integers(1, 9))
+def test_another_reader_understands_slices(chain, packing, dim, parts):
+    base, new = chain
+    with chunks_of(200):
+        packed = delta.encode(base, new, packing=packing, slicing=delta.Slicing((delta.Cut(("*",), dim, parts),)))
+    assert delta_reader.read(packed, bytes_of(base)) == bytes_of(new)
 
 
 def test_the_map_puts_floats_in_order_and_is_its_own_inverse():

@@ -4,20 +4,26 @@ import struct
 import time
 import tracemalloc
 from contextlib import suppress
+from functools import partial
 
+import delta_reader
 import numpy as np
 import pytest
 import xxhash
 import zstandard
 from delta_forgery import Forged, Streams, sealed, text, zipped
-from delta_samples import copied, pair, same
+from delta_samples import chunks_of, copied, pair, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast import delta
 from weightcast.delta import container, encoder
 from weightcast.delta.container import PACKINGS
+from weightcast.delta.decoder import decode_chunks
+from weightcast.delta.runs import slice_runs
+from weightcast.delta.states import block_lanes
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, DeltaDoesNotFit, UnsupportedFormat
+from weightcast.tensors.boxes import Box, Held
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.kernels import kernels
 
@@ -42,6 +48,10 @@ def samples():
     for one in packed.values():
         assert [tensor.form for tensor in delta.inspect(one).tensors] == ["sparse", "sparse", "dense", "raw", "skip"]
     return base, new, packed
+
+
+def bytes_of(state):
+    return {name: array.tobytes() for name, array in state.items()}
 
 
 def check_refused(data, base, refusals=REFUSALS, **matching):
@@ -122,7 +132,7 @@ def again(forged):
     """The first chunk is listed twice."""
     for column in ("counts", "forms", "frames"):
         getattr(forged, column).insert(0, getattr(forged, column)[0])
-    for column in ("owners", "starts", "lanes", "changes"):
+    for column in ("owners", "inside", "starts", "lanes", "changes"):
         setattr(forged, column, getattr(forged, column)[:2] + getattr(forged, column))
 
 
@@ -268,6 +278,192 @@ def test_every_shorter_table_is_refused(samples):
     for length in range(len(table)):
         with pytest.raises(DeltaCorrupt):
             delta.decode(sealed(table[:length], forged.frames, 0), base)
+
+
+# -- boxes that lie ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sliced():
+    """Tensors cut along columns: sparse, with elements of two lanes, dense; one cut along rows, and one without dimensions.
+
+    All old lanes of a tensor are equal and in each row all columns change that an even number has. So any two boxes of a
+    tensor with as many rows and columns can be exchanged, and those that overlap change lanes twice.
+    """
+    shapes = {"a": (10, 12), "b": (3, 4, 8), "dense": (10, 16), "rows": (8, 5), "scalar": ()}
+    base = {name: np.ones(shape, np.float64 if name == "b" else np.float32) for name, shape in shapes.items()}
+    new = copied(base)
+    for name in ("a", "b", "rows"):
+        new[name][..., ::2] += 1e-6
+    new["dense"] += (np.arange(160) % 3 + 1).reshape(10, 16).astype(np.float32) * np.float32(2**-20)
+    new["scalar"] += 1
+    cuts = delta.Slicing((delta.Cut(("a", "dense"), 1, 3), delta.Cut(("b",), 2, 2), delta.Cut(("rows",), 0, 2)))
+    with chunks_of(1 << 23), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_DENSE_LANES", 1 << 30)
+        packed = {packing: delta.encode(base, new, packing=packing, slicing=cuts) for packing in PACKINGS}
+    return base, new, packed
+
+
+def of_tensor(forged, tensor):
+    """The places in the columns of the blocks that belong to a tensor."""
+    return [at for at, owner in enumerate(forged.owners) if owner == tensor]
+
+
+def box(tensor, number, start=None, shape=None):
+    """Another box in the place of one that is listed."""
+
+    def lie(forged):
+        old = forged.boxes[tensor][number]
+        forged.boxes[tensor][number] = [old[0] if start is None else start, old[1] if shape is None else shape]
+
+    return lie
+
+
+def in_box(tensor, number):
+    """The first block of a tensor belongs to another box."""
+
+    def lie(forged):
+        forged.inside[of_tensor(forged, tensor)[0]] = number
+
+    return lie
+
+
+def more_boxes(tensor, *boxes):
+    return lambda forged: forged.boxes[tensor].extend([list(start), list(shape)] for start, shape in boxes)
+
+
+def of_first_block(tensor, column, value):
+    def lie(forged):
+        values = getattr(forged, column)
+        values[of_tensor(forged, tensor)[0]] = value
+
+    return lie
+
+
+def both(*lies):
+    def lie(forged):
+        for one in lies:
+            one(forged)
+
+    return lie
+
+
+OUTSIDE, UNLISTED, IMPOSSIBLE = "does not lie inside|is too large", "box that is not listed", "is impossible"
+BOX_LIES = {  # and what the reader says
+    "a box that starts outside": (box(0, 1, start=[0, 12]), OUTSIDE),
+    "a box that ends outside": (box(0, 1, start=[0, 9]), OUTSIDE),
+    "a box with a row too many": (box(0, 0, shape=[11, 4]), OUTSIDE),
+    "a box that starts a row too low": (box(0, 0, start=[1, 0]), OUTSIDE),
+    "a box of 64 bits": (box(0, 0, shape=[2**64 - 1, 4]), OUTSIDE),
+    "a box whose end wraps round": (box(0, 0, start=[2**64 - 1, 0], shape=[1, 4]), OUTSIDE),
+    "a box whose size wraps round": (box(0, 0, shape=[2**32, 2**32]), OUTSIDE),
+    "a box without rows": (box(0, 0, shape=[0, 4]), OUTSIDE),
+    "a box without columns": (box(0, 0, shape=[10, 0]), OUTSIDE),
+    "an empty box at the end": (box(0, 2, start=[10, 12], shape=[0, 0]), OUTSIDE),
+    "an empty box that no block is in": (more_boxes(0, ((0, 0), (0, 0))), OUTSIDE),
+    "a box outside that no block is in": (more_boxes(0, ((0, 12), (10, 1))), OUTSIDE),
+    "a box of a tensor without dimensions": (more_boxes(4, ((), ())), "without dimensions"),
+    "the number of a tensor without dimensions": (in_box(4, 1), UNLISTED),
+    "a box that is not listed": (in_box(0, 4), UNLISTED),
+    "a box of another tensor": (in_box(1, 3), UNLISTED),
+    "a box number of 32 bits": (in_box(0, 2**32 - 1), UNLISTED),
+    "a box of a tensor without boxes": (in_box(3, 1), UNLISTED),
+    "a lane more than the box has": (of_first_block(0, "lanes", 41), IMPOSSIBLE),
+    "a block of a box that starts too late": (of_first_block(0, "starts", 1), IMPOSSIBLE),
+    "a block of a box that starts at its end": (of_first_block(0, "starts", 40), IMPOSSIBLE),
+    "a block as large as the tensor": (of_first_block(0, "lanes", 120), IMPOSSIBLE),
+    "lanes counted as elements": (of_first_block(1, "lanes", 97), IMPOSSIBLE),
+    "a smaller box": (box(0, 0, shape=[10, 3]), IMPOSSIBLE),
+    "a smaller box of elements of two lanes": (box(1, 1, start=[0, 0, 4], shape=[3, 4, 3]), IMPOSSIBLE),
+    "two blocks of one box": (in_box(0, 2), "cannot be read: blocks of 'a' overlap"),
+    "two numbers of one box": (box(0, 0, start=[0, 4]), "overlap"),
+    "boxes that overlap": (box(0, 0, start=[0, 2]), "overlap"),
+    "boxes that share a column": (box(0, 1, start=[0, 2]), "overlap"),
+    "boxes of elements of two lanes that overlap": (box(1, 1, start=[0, 0, 2]), "overlap"),
+    "a box and the whole tensor": (in_box(0, 0), "overlap"),
+    "a box of rows that are taken": (both(more_boxes(3, ((2, 0), (4, 5))), in_box(3, 1)), "overlap"),
+    "no boxes": (claim(**{"boxes of 0": 0}), "cannot be read"),
+    "a box too few": (claim(**{"boxes of 0": 2}), "cannot be read"),
+    "a box too many": (claim(**{"boxes of 0": 4}), "cannot be read"),
+    "as many boxes as fit into 32 bits": (claim(**{"boxes of 0": 2**32 - 1}), "cannot be read"),
+    "as many boxes in the last tensor": (claim(**{"boxes of 3": 2**32 - 1}), "cannot be read"),
+    "boxes without dimensions that are not there": (claim(**{"boxes of 4": 2**32 - 1}), "without dimensions"),
+    "a column of boxes that is too short": (lambda f: f.inside.pop(), "cannot be read"),
+    "a column of boxes that is too long": (lambda f: f.inside.append(0), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("lie", [shifted_bounds, again])
+def test_blocks_that_overlap_are_seen_in_the_table(lie, samples):
+    forged = Forged.of(samples[2]["gaps"])
+    lie(forged)
+    with pytest.raises(DeltaCorrupt, match="blocks of 'a' overlap"):
+        delta.inspect(forged.sealed())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_tampering_with_slices_without_a_change_gives_the_same_bytes(packing, sliced):
+    base, new, packed = sliced
+    forged = Forged.of(packed[packing])
+    assert [len(forged.boxes[tensor]) for tensor in range(5)] == [3, 2, 3, 0, 0]
+    assert forged.sealed() == packed[packing]
+    assert delta_reader.read(forged.sealed(), bytes_of(base)) == bytes_of(new)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("lie", BOX_LIES)
+def test_a_box_that_lies_is_refused(lie, packing, sliced):
+    base, _, packed = sliced
+    forged = Forged.of(packed[packing])
+    change, problem = BOX_LIES[lie]
+    change(forged)
+    check_refused(forged.sealed(), base, DeltaCorrupt, match=problem)
+    with pytest.raises((ValueError, IndexError, struct.error)):
+        delta_reader.read(forged.sealed(), bytes_of(base))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("forms", ["sparse", "dense"])
+def test_boxes_that_overlap_are_refused_by_a_rank_too(forms, packing, sliced):
+    """A rank puts together the changes of its own parameters, and of nothing else."""
+    base, new, _ = sliced
+    cuts = delta.Slicing((delta.Cut(("dense",), 1, 4),))
+    with chunks_of(1 << 23), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_DENSE_LANES", 1 if forms == "dense" else 1 << 30)
+        forged = Forged.of(delta.encode(base, new, packing=packing, slicing=cuts))
+    box(2, 0, start=[0, 2])(forged)
+    data = forged.sealed()
+    check_refused(data, base, DeltaCorrupt, match="'dense' overlap")
+    table = container.read_table(memoryview(data))
+    assert {chunk.form for chunk in table.chunks if chunk.blocks[0].tensor == "dense"} == {forms}
+    state = delta.ArrayState(base)
+    runs = decode_chunks(memoryview(data), table, table.chunks, partial(block_lanes, state))
+    held = [Held.slice_of(state.specs["dense"], Box((0, 0), (10, 8)))]
+    with pytest.raises(DeltaCorrupt, match="'dense' overlap"):
+        slice_runs(table.specs, runs, held)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_blocks_of_a_box_may_be_smaller_than_it(packing, sliced):
+    """Writers may cut as they like: here a box has two blocks, in the wrong order, and another one that is not used."""
+    base, new, packed = sliced
+    forged = Forged.of(packed[packing])
+    first, second, _ = of_tensor(forged, 0)
+    forged.boxes[0] = [[[0, 0], [10, 8]], [[0, 8], [10, 4]], [[3, 3], [1, 1]]]  # was three of four columns
+    forged.inside[first], forged.inside[second], forged.inside[of_tensor(forged, 0)[2]] = 1, 1, 2
+    forged.starts[first], forged.starts[second] = 40, 0
+    target = copied(base)
+    delta.apply(target, forged.sealed())
+    assert same(target, new)  # each half of the box changes like a third of the tensor
+    assert delta_reader.read(forged.sealed(), bytes_of(base)) == bytes_of(new)
+
+
+def test_format_1_has_no_boxes(sliced):
+    base, _, packed = sliced
+    data = packed["gaps"]
+    check_refused(data[:8] + struct.pack("<H", 1) + data[10:], base, DeltaCorrupt)  # the seal
+    forged = Forged.of(data)
+    check_refused(sealed(forged.table(), forged.frames, 0, number=1), base, DeltaCorrupt, match="cannot be read")
 
 
 # -- frames that lie -----------------------------------------------------------------------------------------------
@@ -611,9 +807,10 @@ def table_of(count, *, blocks_each=1, change=1, lanes=1, form=0, size=0):
     """The table of a state with one large tensor, and as many chunks and blocks as are asked for, all alike."""
     blocks = count * blocks_each
     head = text("") + text("") + struct.pack("<I", 1) + text("w") + text("U8") + struct.pack("<BQ", 1, 1 << 40) + text("")
+    head += struct.pack("<I", 0)  # boxes
     columns = [
         many(blocks_each, "I", count), many(form, "B", count), many(size, "Q", count), many(0, "I", blocks),
-        many(0, "Q", blocks), many(lanes, "I", blocks), many(change, "I", blocks), bytes(16 * count),
+        many(0, "I", blocks), many(0, "Q", blocks), many(lanes, "I", blocks), many(change, "I", blocks), bytes(16 * count),
     ]  # fmt: skip
     return head + struct.pack("<I", count) + b"".join(columns)
 
@@ -689,6 +886,9 @@ WORDY = {  # deltas that keep the promises of the format and say little at great
     "tensors that the version does not have": lambda: Forged(
         0, ["", ""], [[f"t{number}", "U8", [0]] for number in range(20_000)], [], [], [], [], [], [], []
     ).sealed(),
+    "boxes that no block is in": lambda: Forged(
+        0, ["", ""], [["w", "U8", [1 << 16]]], [], [], [], [], [], [], [], boxes={0: [[[0], [1]]] * 100_000}
+    ).sealed(),
 }
 
 
@@ -750,8 +950,8 @@ def test_a_table_that_shrank_beyond_belief_is_refused_without_a_base_too():
 
 # -- anything else -------------------------------------------------------------------------------------------------
 
-COLUMNS = ["counts", "forms", "owners", "starts", "lanes", "changes", "sizes"]
-WIDTHS = {"counts": 32, "forms": 8, "owners": 32, "starts": 64, "lanes": 32, "changes": 32, "sizes": 64}
+COLUMNS = ["counts", "forms", "owners", "inside", "starts", "lanes", "changes", "sizes"]
+WIDTHS = {"counts": 32, "forms": 8, "owners": 32, "inside": 32, "starts": 64, "lanes": 32, "changes": 32, "sizes": 64}
 INTERESTING = st.sampled_from(
     [0, 1, 2, 3, 5, 63, 64, 1999, 2000, 2001, 2**16, 2**24, 2**24 + 1, 2**31, 2**32 - 1, 2**62, 2**64 - 1]
 )
@@ -770,26 +970,47 @@ def check_harmless(data, base):
         assert same(base, snapshot)
 
 
+def near_or_odd(data, value, width):
+    """Another number in the place of this one."""
+    near = max(0, value + data.draw(st.integers(-2, 2)))
+    return data.draw(st.just(near) | INTERESTING) % (1 << width)
+
+
 @pytest.mark.untraced
-@settings(max_examples=100)
-@given(data=st.data(), packing=st.sampled_from(PACKINGS))
-def test_no_table_breaks_the_reader(data, packing, samples):
-    base, _, packed = samples
+@settings(max_examples=150)
+@given(data=st.data(), packing=st.sampled_from(PACKINGS), cut=st.booleans())
+def test_no_table_breaks_the_reader(data, packing, cut, samples, sliced):
+    base, _, packed = sliced if cut else samples
     forged = Forged.of(packed[packing])
     forged.sizes = [len(frame) for frame in forged.frames]
     for _ in range(data.draw(st.integers(1, 3))):
         column = data.draw(st.sampled_from(COLUMNS))
         at = data.draw(st.integers(0, len(getattr(forged, column)) - 1))
-        near = getattr(forged, column)[at] + data.draw(st.integers(-2, 2))
-        getattr(forged, column)[at] = data.draw(st.just(max(0, near)) | INTERESTING) % (1 << WIDTHS[column])
+        getattr(forged, column)[at] = near_or_odd(data, getattr(forged, column)[at], WIDTHS[column])
     check_harmless(forged.sealed(), base)
 
 
 @pytest.mark.untraced
 @settings(max_examples=100)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
-def test_no_bytes_of_a_table_break_the_reader(data, packing, samples):
-    base, _, packed = samples
+def test_no_box_breaks_the_reader(data, packing, sliced):
+    base, _, packed = sliced
+    forged = Forged.of(packed[packing])
+    for _ in range(data.draw(st.integers(1, 3))):
+        numbers = data.draw(st.sampled_from([part for one in range(3) for box in forged.boxes[one] for part in box]))
+        at = data.draw(st.integers(0, len(numbers) - 1))
+        numbers[at] = near_or_odd(data, numbers[at], 64)
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, len(forged.inside) - 1))
+        forged.inside[at] = data.draw(st.integers(0, 3))
+    check_harmless(forged.sealed(), base)
+
+
+@pytest.mark.untraced
+@settings(max_examples=150)
+@given(data=st.data(), packing=st.sampled_from(PACKINGS), cut=st.booleans())
+def test_no_bytes_of_a_table_break_the_reader(data, packing, cut, samples, sliced):
+    base, _, packed = sliced if cut else samples
     forged = Forged.of(packed[packing])
     table = bytearray(forged.table())
     for _ in range(data.draw(st.integers(1, 4))):

@@ -72,7 +72,7 @@ def secure(depot, trust=None):
         yield connection
 
 
-PATHS = ("/v1/versions", "/v1/newest", "/v1/versions/step_1/manifest", file_path(), "/v1/receivers", "/nothing")
+PATHS = ("/v1/versions", "/v1/newest", "/versions/step_1/manifest.json", file_path(), "/v1/receivers", "/nothing")
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -7,18 +7,12 @@ import http.client
 import threading
 
 import msgspec
-import numpy as np
 import pytest
 from depot_stand import PART, WAIT_S, ask, ask_on, file_path, nothing_left, part_bytes, serving, tensors
 
 from weightcast import Store
-from weightcast.clock import Deadline
-from weightcast.depot.piece_digests import PieceDigester
 from weightcast.depot.ranges import asked_range, names_tag
-from weightcast.depot.stored import StoredVersion
-from weightcast.errors import NotFound
-from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.depot import PIECE_NBYTES, Catalogue, PieceDigests, file_tag
+from weightcast.wire.depot import Catalogue, file_tag
 from weightcast.wire.manifest import decode_manifest
 
 
@@ -54,7 +48,7 @@ def test_health_and_versions_and_newest_are_told(depot, store):
 
 
 def test_a_manifest_comes_as_it_was_sealed_and_only_if_it_is_not_known_yet(depot, store):
-    path = "/v1/versions/step_1/manifest"
+    path = "/versions/step_1/manifest.json"
 
     first = ask(depot, path)
     known = ask(depot, path, If_None_Match=f'"other", {first.headers["etag"]}')
@@ -141,16 +135,15 @@ def test_a_head_request_has_the_headers_of_the_whole_file_and_no_body(depot, sto
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [
-        ("/v1/versions/step_9/manifest", 404, "version_not_found"),
-        ("/v1/versions/step_9/files/x", 404, "version_not_found"),
-        ("/v1/versions/../manifest", 422, "invalid_input"),
-        ("/v1/versions/%2e%2e/manifest", 422, "invalid_input"),
-        ("/v1/versions/step_1/files/manifest.json", 404, "not_found"),
-        ("/v1/versions/step_1/files/..%2f..%2fversion.yaml", 404, "not_found"),
-        ("/v1/versions/step_1/files/../../version.yaml", 404, "not_found"),
-        ("/v1/versions/step_1/files/%00", 404, "not_found"),
-        ("/v1/versions/step_1/files/", 404, "not_found"),
-        ("/v1/versions/step_1/files/x/digests", 404, "not_found"),
+        ("/versions/step_9/manifest.json", 404, "version_not_found"),
+        ("/versions/step_9/x", 404, "version_not_found"),
+        ("/versions/../manifest.json", 422, "invalid_input"),
+        ("/versions/%2e%2e/manifest.json", 422, "invalid_input"),
+        ("/versions/step_1/..%2f..%2fversion.yaml", 404, "not_found"),
+        ("/versions/step_1/../../version.yaml", 404, "not_found"),
+        ("/versions/step_1/%00", 404, "not_found"),
+        ("/versions/step_1/", 404, "not_found"),
+        ("/versions/step_1/x/digests", 404, "not_found"),
         ("/v1/newest?wait=long", 422, "invalid_input"),
         ("/v1/newest?wait=-1", 422, "invalid_input"),
         ("/v1/newest?wait=nan", 422, "invalid_input"),
@@ -165,45 +158,11 @@ def test_what_is_not_there_is_told_with_a_code(depot, path, status, code):
     assert (answer.status, answer.json["code"]) == (status, code)
 
 
-def test_the_digests_of_a_file_cover_its_pieces_and_are_the_same_for_all_who_ask(tmp_path):
-    store = Store(tmp_path / "store")
-    store.publish("step_1", {"a": np.arange(2_500_000, dtype=np.float32)})
-    data, answers = part_bytes(store), []
-    with serving(store) as depot:
-        path = f"{file_path()}/digests"
-        askers = [threading.Thread(target=lambda: answers.append(ask(depot, path))) for _ in range(8)]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join(WAIT_S)
-
-    found = {msgspec.json.decode(answer.body, type=PieceDigests) for answer in answers}
-    pieces = [data[start : start + PIECE_NBYTES] for start in range(0, len(data), PIECE_NBYTES)]
-    assert len(answers) == 8
-    assert found == {PieceDigests("xxh3-128", PIECE_NBYTES, tuple(map(bytes_digest, pieces)))}
-    assert len(pieces) == 3
-
-
-def test_the_digests_of_a_file_are_worked_out_once_for_as_long_as_it_is_held(store):
-    class Counting(StoredVersion):
-        read = 0
-
-        def views(self, file, start, stop, *, deadline):
-            self.read += stop - start
-            return super().views(file, start, stop, deadline=deadline)
-
-    manifest = store.manifest("step_1")
-    holding = Counting(store.path / "versions" / "step_1", manifest, b"")
-    digester, deadline = PieceDigester(), Deadline.after(WAIT_S)
-    first = digester.digests(holding, PART, deadline=deadline)
-    assert digester.digests(holding, PART, deadline=deadline) is first
-    assert holding.read == holding.files[PART]
-    with pytest.raises(NotFound):
-        digester.digests(holding, "none", deadline=deadline)
-
-
-def test_the_digests_of_an_empty_file_are_none(depot):
-    assert ask(depot, f"{file_path('nothing.txt')}/digests").json["digests"] == []
+def test_the_paths_of_files_are_those_of_the_store(depot, store):
+    for path in store.path.rglob("*"):
+        if path.is_file() and not path.name.startswith("."):
+            answer = ask(depot, f"/{path.relative_to(store.path)}")
+            assert (answer.status, answer.body) == (200, path.read_bytes())
 
 
 def test_waiting_for_a_newer_version_ends_when_it_is_published_or_the_time_is_over(store, tmp_path):

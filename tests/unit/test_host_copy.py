@@ -1,9 +1,10 @@
-"""The host copy: it follows versions whole or not at all, in the memory of two of them."""
+"""The host copy: it follows versions whole or not at all. Deltas are written into it, whole versions come beside it."""
 
 import gc
 import shutil
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 from host_copies import (
@@ -24,16 +25,21 @@ from host_copies import (
 
 from weightcast import Store
 from weightcast.clock import Deadline
+from weightcast.delta.edit import edit_tensor
+from weightcast.delta.memory import HostMemory
 from weightcast.engines.host.copy import HostCopy, changed_names
 from weightcast.engines.host.shared import SharedBuffers
 from weightcast.errors import (
+    CommitFailed,
     Corrupt,
+    DigestMismatch,
     InvalidInput,
     NotFound,
     VersionDoesNotFit,
     VersionNotFound,
     WrongState,
 )
+from weightcast.worker.commits import delta as commits_delta
 
 
 @pytest.fixture
@@ -94,7 +100,7 @@ def test_the_same_version_again_is_the_same_and_nothing_moves(own, made, store):
     assert places(again.arrays) == places(first.arrays)
     own.commit(again)
     assert bits(bring(own, store, 1).former) == bits(state(0))
-    assert made[0].taken_nbytes == 2 * sum(array.nbytes for name, array in state(0).items() if name != "head")
+    assert made[0].taken_nbytes == sum(array.nbytes for name, array in state(0).items() if name != "head")
 
 
 def test_what_is_abandoned_is_not_served_and_can_be_staged_again(copy, store):
@@ -146,6 +152,99 @@ def test_tensors_may_come_and_go(copy, tmp_path):
     store.publish("step_1", few, mode="full")
     for number, names in ((0, state(0)), (1, few), (0, state(0))):
         assert bits(bring(copy, store, number).arrays) == bits(names)
+
+
+# -- deltas in place -----------------------------------------------------------------------------------------------
+
+
+def test_deltas_are_written_into_the_memory_of_their_base(own, made, tmp_path):
+    store = published(tmp_path / "long", "fddddd")
+    lies = places(bring(own, store, 0).arrays)
+    taken = made[0].taken_nbytes
+    for number in range(1, 6):
+        staged = stage(own, store, number)
+        assert places(staged.arrays) == lies
+        assert bits(staged.former) == bits(state(number - 1))
+        own.commit(staged)
+    assert made[0].taken_nbytes == taken
+
+
+def test_a_delta_that_was_given_up_is_taken_back_before_anything_else(copy, store):
+    lies = places(bring(copy, store, 0).arrays)
+    for number in (1, 2, 1):
+        copy.abandon(stage(copy, store, number))
+        check_held(copy, store, 0)
+    staged = stage(copy, store, 2)
+    assert places(staged.arrays) == lies
+    assert bits(staged.former) == bits(state(0))
+
+
+def test_what_somebody_still_reads_is_not_written_over(copy, store):
+    bring(copy, store, 0)
+    read = stage(copy, store, 1)
+    other = stage(copy, store, 2)
+
+    assert (bits(read.arrays), bits(other.arrays), bits(other.former)) == tuple(bits(state(number)) for number in (1, 2, 0))
+    copy.abandon(other)
+    copy.abandon(read)
+    check_held(copy, store, 0)
+
+
+def test_whoever_looks_again_at_what_counts_does_not_see_the_next_delta(copy, store):
+    bring(copy, store, 1)
+    read = stage(copy, store, 1)
+    staged = stage(copy, store, 2)
+    assert bits(read.arrays) == bits(staged.former) == bits(state(1))
+    copy.commit(staged)
+    assert bits(read.arrays) == bits(state(1))
+    check_held(copy, store, 2)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_a_write_that_fails_halfway_leaves_every_bit_of_the_version_that_counts(copy, store, monkeypatch, moment):
+    bring(copy, store, 0)
+    written, write = [], HostMemory.write
+
+    def fail(self, indices, values):
+        written.append(self.spec.name)
+        if len(written) == moment:
+            raise MemoryError("no more")
+        write(self, indices, values)
+
+    monkeypatch.setattr(HostMemory, "write", fail)
+    with pytest.raises(CommitFailed, match="no more"):
+        stage(copy, store, 1)
+    assert len(written) >= moment
+    check_held(copy, store, 0)
+    assert bits(bring(copy, store, 1).arrays) == bits(state(1))
+
+
+@pytest.mark.parametrize("wrong", ["another element", "another value", "none"])
+def test_a_change_that_does_not_lead_to_the_version_is_refused_before_it_is_written(copy, store, monkeypatch, wrong):
+    bring(copy, store, 0)
+    before, changed = bits(stage(copy, store, 0).arrays), []
+
+    def worked_out(memory, change):
+        edit = edit_tensor(memory, change)
+        if edit.spec.name != "layer.1":
+            return edit
+        indices, after = edit.indices.copy(), edit.after.copy()
+        if wrong == "another element":
+            indices[-1] += 1
+        elif wrong == "another value":
+            after[0] ^= 1
+        else:
+            after[0] = edit.before[0]
+        changed.append(edit)
+        return replace(edit, indices=indices, after=after)
+
+    monkeypatch.setattr(commits_delta, "edit_tensor", worked_out)
+    with pytest.raises(DigestMismatch, match=r"layer\.1"):
+        stage(copy, store, 1)
+    monkeypatch.undo()
+    assert changed
+    assert bits(stage(copy, store, 0).arrays) == before
+    assert bits(bring(copy, store, 1).arrays) == bits(state(1))
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -152,18 +152,18 @@ def test_whoever_waits_for_his_turn_gives_up_in_time_or_when_he_is_told(own, sto
 
 
 def test_committing_and_abandoning_do_not_wait_for_what_is_being_staged(own, made, store):
-    bring(own, store, 0)
-    old, gate, asked = stage(own, store, 1), made[0].gate, made[0].asked
+    bring(own, store, 1)
+    old, gate, asked = stage(own, store, 0), made[0].gate, made[0].asked
     gate.clear()
     asked.clear()
     running = Running(stage, own, store, 3)
     assert asked.wait(WAIT_S)
 
     own.abandon(old)
-    with pytest.raises(WrongState, match="step_1"):
+    with pytest.raises(WrongState, match="step_0"):
         own.commit(old)
 
-    assert (own.held.version, running.over) == ("step_0", False)
+    assert (own.held.version, running.over) == ("step_1", False)
     gate.set()
     own.commit(running.result())
     check_held(own, store, 3)

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections import defaultdict
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,9 +14,6 @@ import pytest
 from http_depots import CERT, KEY, depots, expected, memories, publish, soon, version, wrong
 from weightcast import LiveModel, Store
 from weightcast.clock import Deadline
-from weightcast.depot.questions import Questions
-from weightcast.depot.server import Depot
-from weightcast.depot.stored import StoredShelf
 from weightcast.errors import (
     AccessRefused,
     DeadlineExceeded,
@@ -25,18 +23,18 @@ from weightcast.errors import (
     VersionNotFound,
     VersionNotSet,
 )
-from weightcast.tensors.boxes import Box, Held
-from weightcast.tensors.digest import Hasher, array_digest, bytes_digest
+from weightcast.tensors.digest import Hasher
 from weightcast.transports.base import (
     AcknowledgingReceiver,
-    BoxReceiver,
-    CatchUpReceiver,
     LandingReceiver,
+    MendingReceiver,
+    Range,
     Receiver,
+    StateReceiver,
 )
 from weightcast.transports.http.receiver import HttpReceiver
+from weightcast.transports.pieces import WrongPieces, proved_ranges
 from weightcast.transports.registry import open_receiver
-from weightcast.wire.depot import BoxOf
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def receiving(store):
 def test_a_receiver_of_depots_is_every_kind_of_receiver():
     receiver = HttpReceiver(["http://127.0.0.1:1"])
 
-    for kind in (Receiver, LandingReceiver, BoxReceiver, CatchUpReceiver, AcknowledgingReceiver):
+    for kind in (Receiver, LandingReceiver, MendingReceiver, StateReceiver, AcknowledgingReceiver):
         assert isinstance(receiver, kind)
 
 
@@ -124,11 +122,13 @@ def test_the_payload_of_a_delta_lands_as_one_tensor(store, receiving):
         receiver = receiving([served[0].url])
         manifest = receiver.manifest("step_2", deadline=soon())
         memory = memories(manifest)
-        assert {landed.name for landed in receiver.landings(manifest, memory, deadline=soon())} == {manifest.payload.file}
-        pieces = list(receiver.pieces(manifest, deadline=soon(), names=[manifest.payload.file]))
+        assert {landed.name for landed in receiver.landings(manifest, memory, deadline=soon())} == {
+            manifest.payloads[0].file
+        }
+        pieces = list(receiver.pieces(manifest, deadline=soon(), names=[manifest.payloads[0].file]))
 
     assert wrong(memory, expected(store, manifest)) == []
-    assert [piece.tensor for piece in pieces] == [manifest.payload.file]
+    assert [piece.tensor for piece in pieces] == [manifest.payloads[0].file]
 
 
 def test_a_model_is_updated_from_depots_by_their_url(store):
@@ -317,30 +317,39 @@ def test_all_depots_hear_which_version_is_served_and_one_that_is_gone_is_only_lo
     assert "127.0.0.1:1" in caplog.text
 
 
-def test_boxes_digests_of_slices_and_shortcuts_are_asked_of_depots(store, receiving):
-    state = version(1, mib=1.0)
-    store.publish("step_1", state, "full")
-    for step in (2, 3):
-        state["head"][::100] *= 2
-        store.publish(f"step_{step}", state, "delta")
-    with StoredShelf(store.path) as shelf:
-        questions = Questions(shelf, store.path)
-        with Depot(questions.shelf, routes=questions.routes()) as depot:
-            receiver = receiving(["http://127.0.0.1:1", depot.url])
-            manifest = receiver.manifest("step_3", deadline=soon())
-            box = Box((3, 10), (5, 20))
-            memory = np.zeros(5 * 20 * 4, dtype=np.uint8)
-            told = list(receiver.boxes(manifest, [(BoxOf("head", box), memory)], deadline=soon()))
-            held = Held.slice_of(manifest.by_name()["head"].spec, box)
-            digests = receiver.held_digests(manifest, [held], deadline=soon())
-            short = receiver.shortcut(manifest, store.manifest("step_1"), sliced=False, deadline=soon())
-            payload = memories(short)
-            for _ in receiver.landings(short, payload, deadline=soon()):
-                pass
+@pytest.mark.parametrize("count", [1, 2])
+def test_any_ranges_of_files_are_fetched_those_that_overlap_too(store, receiving, rng, count):
+    manifest = publish(store)
+    files = {part.file: (store.path / "versions" / "step_1" / part.file).read_bytes() for part in manifest.parts}
+    with depots(store, count) as served:
+        receiver = receiving(["http://127.0.0.1:1", *(depot.url for depot in served)])
+        wanted = []
+        for file, data in files.items():
+            for start, stop in np.sort(rng.integers(0, len(data), (30, 2))).tolist():
+                wanted.append(Range(file, start, np.zeros(min(stop - start, 200_000), np.uint8)))
+        for fetch in (receiver.ranges, partial(proved_ranges, receiver)):
+            for one in wanted:
+                one.memory[:] = 0
+            told = sorted(fetch(manifest, wanted, deadline=soon()))
+            assert told == list(range(len(wanted)))
+            assert all(one.memory.tobytes() == files[one.file][one.start :][: len(one.memory)] for one in wanted)
 
-    cut = np.ascontiguousarray(state["head"][3:8, 10:30])
-    assert memory.tobytes() == cut.tobytes()
-    assert told == [(0, array_digest(cut))]
-    assert digests == {"head": array_digest(cut)}
-    assert (short.version, short.root_digest, short.base.version) == ("step_3", manifest.root_digest, "step_1")
-    assert bytes_digest(payload[short.payload.file].data) == short.payload.digest
+
+def test_a_piece_that_a_depot_has_wrong_comes_from_another_and_one_that_all_have_wrong_is_refused(tmp_path, receiving):
+    stores = [Store(tmp_path / name) for name in ("bad", "good")]
+    manifest, _ = (publish(store) for store in stores)
+    part = manifest.parts[0]
+    path = stores[0].path / "versions" / "step_1" / part.file
+    right = path.read_bytes()
+    path.write_bytes(right[:1_500_000] + bytes([right[1_500_000] ^ 1]) + right[1_500_001:])
+    whole = Range(part.file, 0, np.zeros(part.nbytes, np.uint8))
+    edge = Range(part.file, 1_600_000, np.zeros(10, np.uint8))  # in the wrong piece, but right by itself
+    with depots(stores[0]) as (bad,), depots(stores[1]) as (good,):
+        receiver = receiving([bad.url, good.url], spread=1)
+        for wanted in (whole, edge):
+            assert list(proved_ranges(receiver, manifest, [wanted], deadline=soon())) == [0]
+            assert wanted.memory.tobytes() == right[wanted.start :][: len(wanted.memory)]
+        alone = receiving([bad.url])
+        with pytest.raises(WrongPieces, match=r"bytes 1048576 to 2097152 of model-00001") as refused:
+            list(proved_ranges(alone, manifest, [edge], deadline=soon()))
+    assert refused.value.files == {part.file}

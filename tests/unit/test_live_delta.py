@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from delta_samples import same
-from question_depots import depot_over
+from served_depots import depot_over
 from test_live_model import bits, make
 from test_live_provider import Prepared
 
@@ -32,7 +32,7 @@ from weightcast.tensors.flat import Piece, flat_bytes
 from weightcast.tensors.sums import array_sum
 from weightcast.transports.base import delta_use
 from weightcast.transports.registry import open_receiver
-from weightcast.wire.manifest import FORMAT, BaseRef, FileEntry, Manifest, TensorEntry, compute_root, summed_names
+from weightcast.wire.manifest import FORMAT, BaseRef, Manifest, PayloadEntry, TensorEntry, compute_root, summed_names
 from weightcast.worker.targets.numpy_target import NumpySlot
 
 MODES = ("copy", "swap", "inplace", "delta")
@@ -79,9 +79,9 @@ class MemorySource:
                 for entry in before.tensors
             }
             payload = delta.encode(old, arrays, packing=packing)
-            file = FileEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
+            file = PayloadEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
             ref = BaseRef(version=base, root_digest=before.root_digest)
-            manifest = msgspec.structs.replace(manifest, kind="delta", base=ref, payload=file)
+            manifest = msgspec.structs.replace(manifest, kind="delta", base=ref, payloads=(file,))
             self.bytes[version, file.file] = bytearray(payload)
         self.manifests[version] = manifest
         return manifest
@@ -169,7 +169,7 @@ def test_every_mode_follows_a_delta_on_what_the_model_holds(source, nets, live, 
         assert live.root_digest() == source.manifests[f"v{number}"].root_digest
         assert result.mode == ("swap" if mode == "swap" else "delta")
         assert source.fetched == [f"v{number}/delta-00001.bin"]
-        assert result.bytes == source.manifests[f"v{number}"].payload.nbytes
+        assert result.bytes == source.manifests[f"v{number}"].payloads[0].nbytes
         assert live.net.head.weight is live.net.embed.weight
         assert live.net.transposed.stride() == (1, 16)
 
@@ -178,7 +178,7 @@ def test_every_mode_follows_a_delta_on_what_the_model_holds(source, nets, live, 
 def test_a_model_that_is_several_versions_behind_takes_them_folded(source, nets, live, mode):
     result = live.update("v4", commit=mode)
     assert bits(live.net) == bits(nets[4])
-    assert result.bytes == sum(source.manifests[f"v{number}"].payload.nbytes for number in (1, 2, 3, 4))
+    assert result.bytes == sum(source.manifests[f"v{number}"].payloads[0].nbytes for number in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -458,8 +458,8 @@ def tampered_source(states, tamper, *, at=1, packing="gaps"):
     sparse = delta.decode(bytes(source.bytes[version, PAYLOAD]), base)
     payload = delta.pack(tamper(sparse), packing=packing, base=base)
     source.bytes[version, PAYLOAD] = bytearray(payload)
-    file = FileEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
-    source.manifests[version] = msgspec.structs.replace(source.manifests[version], payload=file)
+    file = PayloadEntry(file=PAYLOAD, nbytes=len(payload), digest=bytes_digest(payload))
+    source.manifests[version] = msgspec.structs.replace(source.manifests[version], payloads=(file,))
     return source
 
 

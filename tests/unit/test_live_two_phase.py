@@ -556,7 +556,7 @@ def test_a_stream_through_deltas_is_taken_back_too():
     live = LiveModel(net, source=source)
     live.update("w0")
     staged = live.stage("v2", commit="inplace")
-    assert staged.nbytes == source.manifests["v0"].nbytes + sum(source.manifests[v].payload.nbytes for v in ("v1", "v2"))
+    assert staged.nbytes == source.manifests["v0"].nbytes + sum(source.manifests[v].payloads[0].nbytes for v in ("v1", "v2"))
     live.enter(staged)
     assert bits(net) == bits(trained()[2])
     live.revert()

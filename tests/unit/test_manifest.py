@@ -76,7 +76,8 @@ def root_over_bytes(manifest):
 def as_format_1(manifest):
     """The same version as releases before sums wrote it."""
     tensors = tuple(msgspec.structs.replace(entry, sum="", summed_as="") for entry in manifest.tensors)
-    return msgspec.structs.replace(manifest, format=1, tensors=tensors, root_digest=root_over_bytes(manifest))
+    root = root_over_bytes(manifest)
+    return msgspec.structs.replace(manifest, format=1, tensors=tensors, root_digest=root, piece_nbytes=0)
 
 
 def test_a_manifest_of_format_1_has_no_sums_and_a_root_over_digests_of_bytes(manifest):
@@ -182,8 +183,8 @@ def test_a_delta_reads_back_as_it_was_written_and_transfers_its_payload(of_delta
     (entry,) = of_delta.transfers().values()
     assert (entry.name, entry.nbytes, entry.digest) == (
         "delta-00001.bin",
-        of_delta.payload.nbytes,
-        of_delta.payload.digest,
+        of_delta.payloads[0].nbytes,
+        of_delta.payloads[0].digest,
     )
     assert of_delta.nbytes == 8000
 
@@ -191,12 +192,15 @@ def test_a_delta_reads_back_as_it_was_written_and_transfers_its_payload(of_delta
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        (lambda m: msgspec.structs.replace(m, payload=None), "payload None"),
+        (lambda m: msgspec.structs.replace(m, payloads=()), r"0 payload\(s\)"),
         (lambda m: msgspec.structs.replace(m, base=None), "base None"),
-        (lambda m: msgspec.structs.replace(m, kind="full"), "kind full"),
-        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, file="../x")), "file name"),
-        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, digest="md5:0")), "digest 'md5:0'"),
-        (lambda m: msgspec.structs.replace(m, payload=msgspec.structs.replace(m.payload, nbytes=-1)), "-1 bytes"),
+        (lambda m: msgspec.structs.replace(m, kind="full"), "lies in part 0 of 0"),
+        (lambda m: msgspec.structs.replace(m, payloads=(msgspec.structs.replace(m.payloads[0], file="../x"),)), "file name"),
+        (
+            lambda m: msgspec.structs.replace(m, payloads=(msgspec.structs.replace(m.payloads[0], digest="md5:0"),)),
+            "digest 'md5:0'",
+        ),
+        (lambda m: msgspec.structs.replace(m, payloads=(msgspec.structs.replace(m.payloads[0], nbytes=-1),)), "-1 bytes"),
         (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version="../x")), "base"),
         (lambda m: msgspec.structs.replace(m, base=msgspec.structs.replace(m.base, version=m.version)), "its own base"),
         (lambda m: change_tensor(m, sum="sum:" + "0" * 32), "root digest"),

@@ -279,7 +279,7 @@ def test_slices_of_what_lies_in_memory_are_those_of_the_store(rank, ranks, diges
     assert held_now(version).shard.root_digest == held_now(reference).shard.root_digest
     assert version.full.root_digest == reference.full.root_digest
     check_manifest(version, by_hand(tensors, rank, ranks))
-    assert version.nbytes == reference.nbytes
+    assert version.nbytes >= reference.nbytes  # whole tensors are mapped, and boxes read from a store
     assert told[-1] == (version.nbytes, version.nbytes)
     for array in slab.arrays["v"].values():
         flat_bytes(array)[...] = 0

@@ -1,23 +1,33 @@
-"""The bookkeeping of what a relay fetches, the order in which it is proved, and who mirrors whom: without any I/O."""
+"""The bookkeeping of what a relay fetches, and who mirrors whom: without any I/O."""
 
 import random
 
 import pytest
+from msgspec.structs import replace
 
-from relays import tensors
-from weightcast import Store
 from weightcast.depot.mirror_upstreams import upstreams_for
-from weightcast.depot.partial_pieces import MAX_PIECE_NBYTES, Pieces
-from weightcast.depot.partial_proof import FileProof, files_of, stretches_of
-from weightcast.errors import InvalidInput, SourceFailed
-from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.depot import PIECE_NBYTES, PieceDigests
+from weightcast.depot.partial_pieces import Pieces
+from weightcast.errors import InvalidInput
+from weightcast.tensors.digest import PIECE_NBYTES
+from weightcast.wire.manifest import FileEntry, Manifest
 
 SIZE = PIECE_NBYTES
+NOTHING = Manifest(
+    version="v", sequence=1, step=1, kind="full", created_s=0, algorithm="xxh3-128", root_digest="", parts=(), tensors=(),
+    piece_nbytes=SIZE,
+)  # fmt: skip
 
 
-def told(count: int, mark: str = "0", size: int = SIZE) -> PieceDigests:
-    return PieceDigests("xxh3-128", size, tuple(f"xxh3-128:{mark}{index:031x}" for index in range(count)))
+def made_of(files: dict[str, int]) -> Pieces:
+    """The pieces of a version with these files, all of which can be fetched."""
+    entries = tuple(
+        FileEntry(file=file, nbytes=nbytes, digest="", pieces=bytes(16 * -(-nbytes // SIZE)))
+        for file, nbytes in files.items()
+    )
+    pieces = Pieces(replace(NOTHING, files=entries))
+    for file in files:
+        pieces.begin(file)
+    return pieces
 
 
 # -- who mirrors whom ----------------------------------------------------------------------------------------------------
@@ -61,80 +71,61 @@ def test_a_tree_that_cannot_be_is_refused(index, hosts, fanout):
 # -- pieces --------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_fetched_of_a_file_before_its_digests_are_known_and_an_empty_one_is_there():
-    pieces = Pieces({"empty": 0, "a": 3 * SIZE - 5, "b": 10})
+def test_nothing_is_fetched_of_a_file_before_it_was_looked_at_and_an_empty_one_is_there():
+    whole = made_of({"empty": 0, "a": 3 * SIZE - 5, "b": 10})
+    pieces = Pieces(replace(NOTHING, files=tuple(FileEntry(file=f, nbytes=len(d), digest="", pieces=p) for f, d, p in [
+        ("empty", b"", b""), ("a", bytes(3 * SIZE - 5), bytes(48)), ("b", bytes(10), bytes(16)),
+    ])))  # fmt: skip
     assert pieces.take(lambda _: 0) is None
     assert not pieces.whole
-    assert pieces.there("empty", 0, 0)
-    pieces.expect("b", told(1))
+    assert pieces.reach("empty", 0, 0) == 0
+    pieces.begin("b")
     assert pieces.take(lambda _: 0).file == "b"
-    pieces.expect("a", told(3))
-    run = pieces.take(lambda _: 0, most=9)
+    pieces.begin("a")
+    run = pieces.take(lambda _: 0, most_nbytes=9 * SIZE)
     assert (run.file, run.start, run.stop, len(run.pieces)) == ("a", 0, 3 * SIZE - 5, 3)
     assert pieces.take(lambda _: 0) is None
+    assert whole.take(lambda _: 0, most_nbytes=2 * SIZE).stop == 2 * SIZE
 
 
 def test_a_run_ends_before_what_is_there_or_taken_or_must_come_from_elsewhere():
-    pieces = Pieces({"a": 8 * SIZE})
-    every = pieces.expect("a", told(8))
+    pieces = made_of({"a": 8 * SIZE})
+    every, most = pieces.of("a"), 8 * SIZE
     pieces.right(every[2])
-    assert [piece.index for piece in pieces.take(lambda _: 0, most=8).pieces] == [0, 1]
+    assert [piece.index for piece in pieces.take(lambda _: 0, most_nbytes=most).pieces] == [0, 1]
     every[5].wrong[0] += 1
-    run = pieces.take(lambda piece: 1 if piece.wrong else 0, most=8)
+    run = pieces.take(lambda piece: 1 if piece.wrong else 0, most_nbytes=most)
     assert (run.source, [piece.index for piece in run.pieces]) == (0, [3, 4])
-    run = pieces.take(lambda piece: 1 if piece.wrong else 0, most=1)
+    run = pieces.take(lambda piece: 1 if piece.wrong else 0)
     assert (run.source, [piece.index for piece in run.pieces]) == (1, [5])
-    assert [piece.index for piece in pieces.take(lambda _: 0, most=8).pieces] == [6, 7]
-
-
-def test_pieces_smaller_than_what_a_depot_gives_out_at_once_are_taken_one_by_one():
-    pieces = Pieces({"a": 8 * SIZE})
-    pieces.expect("a", told(16, size=SIZE // 2))
-    assert len(pieces.take(lambda _: 0, most=8).pieces) == 1
+    assert [piece.index for piece in pieces.take(lambda _: 0, most_nbytes=most).pieces] == [6, 7]
 
 
 def test_pieces_that_were_dropped_or_wrong_are_taken_again():
-    pieces = Pieces({"a": 3 * SIZE})
-    pieces.expect("a", told(3))
-    run = pieces.take(lambda _: 3, most=3)
+    pieces, most = made_of({"a": 3 * SIZE}), 3 * SIZE
+    run = pieces.take(lambda _: 3, most_nbytes=most)
     pieces.right(run.pieces[0])
     pieces.wrong(run.pieces[1], run.source)
     pieces.dropped(run.pieces[2:])
     assert pieces.missing() == list(run.pieces[1:])
-    assert (pieces.front("a"), pieces.there("a", 0, SIZE), pieces.there("a", 0, SIZE + 1)) == (SIZE, True, False)
-    again = pieces.take(lambda piece: None if piece.wrong[3] else 3, most=3)
+    assert [pieces.reach("a", *one) for one in ((0, SIZE), (0, SIZE + 1), (5, 3 * SIZE), (SIZE, 3 * SIZE))] == [SIZE] * 4
+    again = pieces.take(lambda piece: None if piece.wrong[3] else 3, most_nbytes=most)
     assert again.pieces == [run.pieces[2]]
     assert pieces.take(lambda piece: None if piece.wrong[3] else 3) is None
     assert pieces.take(lambda _: 4).pieces == [run.pieces[1]]
-
-
-def test_other_digests_keep_the_pieces_that_they_agree_on():
-    pieces = Pieces({"a": 3 * SIZE})
-    for piece in pieces.expect("a", told(3)):
-        pieces.right(piece)
-    assert pieces.whole
-    digests = told(3).digests
-    other = PieceDigests("xxh3-128", SIZE, (digests[0], f"xxh3-128:{'f' * 32}", digests[2]))
-    assert [piece.index for piece in pieces.expect("a", other)] == [1]
-    assert (pieces.count, pieces.whole, pieces.front("a")) == (2, False, SIZE)
-    assert pieces.there("a", 2 * SIZE, 3 * SIZE)
-    assert not pieces.there("a", SIZE - 1, SIZE + 1)
-    assert len(pieces.expect("a", told(6, size=SIZE // 2))) == 6
-    assert (pieces.count, pieces.front("a")) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_fails_no_piece_is_handed_out_twice_and_all_of_them_come(seed):
     chance = random.Random(seed)
     files = {f"f{index}": chance.choice([0, 1, SIZE - 1, SIZE, 5 * SIZE + 3]) for index in range(4)}
-    pieces = Pieces(files)
-    for file, nbytes in files.items():
-        if nbytes:
-            pieces.expect(file, told(-(-nbytes // SIZE)))
+    pieces = made_of(files)
     out, written = [], {}
     for _ in range(20_000):
         run = (
-            pieces.take(lambda _: chance.choice([0, 1, None]), most=chance.randint(1, 4)) if chance.random() < 0.6 else None
+            pieces.take(lambda _: chance.choice([0, 1, None]), most_nbytes=chance.randint(1, 4) * SIZE)
+            if chance.random() < 0.6
+            else None
         )
         if run is not None:
             assert not {piece for _, piece in out} & set(run.pieces)
@@ -154,71 +145,4 @@ def test_whatever_fails_no_piece_is_handed_out_twice_and_all_of_them_come(seed):
             break
     assert pieces.whole
     assert written == {file: nbytes for file, nbytes in files.items() if nbytes}
-    assert all(pieces.front(file) == nbytes for file, nbytes in files.items())
-
-
-@pytest.mark.parametrize(
-    "digests",
-    [
-        told(2),
-        told(0),
-        PieceDigests("xxh3-128", 0, ()),
-        PieceDigests("xxh3-128", -1, ("xxh3-128:00",)),
-        PieceDigests("xxh3-128", MAX_PIECE_NBYTES + 1, ("xxh3-128:00",)),
-        PieceDigests("xxh3-128", SIZE, ("",)),
-        PieceDigests("crc32", SIZE, ("crc32:00",)),
-        PieceDigests("xxh3-128", SIZE, ("md5:00",)),
-    ],
-)
-def test_digests_that_cannot_be_those_of_a_file_are_refused(digests):
-    with pytest.raises(SourceFailed, match="a"):
-        Pieces({"a": SIZE}).expect("a", digests)
-
-
-# -- proving -------------------------------------------------------------------------------------------------------------
-
-
-def reading(data):
-    return lambda start, stop: memoryview(data)[start:stop]
-
-
-@pytest.mark.parametrize("step", [1 << 30, 70_001, 65_536, 997])
-def test_every_digest_of_a_manifest_is_compared_however_the_bytes_come(tmp_path, step):
-    store = Store(tmp_path)
-    store.publish(
-        "v1", {**tensors(1, count=3), "none": tensors(2, nbytes=0)["layer.0"]}, files={"a.txt": b"", "b.txt": b"b"}
-    )
-    manifest, compared = store.manifest("v1"), set()
-    for file, stretches in stretches_of(manifest).items():
-        assert [stretch.start for stretch in stretches[1:]] == [stretch.stop for stretch in stretches[:-1]]
-        data = bytearray((tmp_path / "versions" / "v1" / file).read_bytes())
-        assert stretches[-1].stop == len(data) == files_of(manifest)[file]
-        proof = FileProof(stretches, reading(data), "xxh3-128")
-        for front in [*range(0, len(data), step), len(data)]:
-            proof.advance(front)
-        assert (proof.done, proof.wrong) == (True, [])
-        compared |= {stretch.name for stretch in stretches}
-        if data:
-            data[-1] ^= 1
-            proof = FileProof(stretches, reading(data), "xxh3-128")
-            proof.advance(len(data))
-            (wrong,) = proof.wrong
-            last = [stretch for stretch in stretches if stretch.stop > stretch.start][-1]
-            assert (wrong.stretch, wrong.found) == (last, bytes_digest(data[last.start :]))
-    assert {entry.name for entry in manifest.tensors} < compared
-
-
-def test_what_has_not_come_is_not_hashed(tmp_path):
-    store = Store(tmp_path)
-    store.publish("v1", tensors(1))
-    manifest = store.manifest("v1")
-    (part,) = manifest.parts
-    data, memory = (tmp_path / "versions" / "v1" / part.file).read_bytes(), memoryview(bytearray(part.nbytes))
-    proof = FileProof(stretches_of(manifest)[part.file], reading(memory), "xxh3-128")
-    come = 0
-    for front in (0, 1, part.header_nbytes - 1, part.header_nbytes, part.nbytes - 1, part.nbytes):
-        memory[come:front] = data[come:front]
-        come = front
-        proof.advance(front)
-        assert proof.done == (front == part.nbytes)
-    assert proof.wrong == []
+    assert all(pieces.reach(file, 0, nbytes) == nbytes for file, nbytes in files.items())

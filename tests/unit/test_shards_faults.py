@@ -168,7 +168,7 @@ def test_an_unknown_mode_is_refused(store, rng):
 
 @pytest.mark.parametrize("mode", ["copy", "inplace"])
 def test_flipped_bytes_name_every_tensor_that_has_one(mode, store, receiver, rng):
-    store.publish("v", random_tensors(rng))
+    store.publish("v", random_tensors(rng), part_nbytes=500)
     buffers = Buffers()
     cut_version(receiver, "v", shards_of(1, 2), mode=mode, buffers=buffers)
     used = buffers.nbytes
@@ -177,15 +177,15 @@ def test_flipped_bytes_name_every_tensor_that_has_one(mode, store, receiver, rng
         flip(path, at + 3)
     with pytest.raises(DigestMismatch) as caught:
         cut_version(receiver, "v", shards_of(1, 2), mode=mode, buffers=buffers)
-    assert set(caught.value.tensors) == {"k", "stacked.2"}
+    assert len(caught.value.tensors) == 2
+    assert all(f"({name}" in str(caught.value) for name in ("k", "stacked.2"))
     del caught  # it has seen the memory
     assert buffers.nbytes == used  # all of it is back
     cut_version(receiver, "v", shards_of(1, 2), mode=mode, checksum=False)
 
 
 def test_damage_in_what_other_ranks_hold_is_their_matter(store, receiver, rng):
-    tensors = random_tensors(rng)
-    store.publish("v", tensors)
+    store.publish("v", random_tensors(rng), part_nbytes=500)
     path, at = part_of(store, "v", "experts.0")
     flip(path, at)
     cut_version(receiver, "v", shards_of(1, 2))
@@ -197,7 +197,7 @@ def test_a_part_that_is_cut_short_is_refused(store, receiver, rng):
     store.publish("v", random_tensors(rng))
     path, _ = part_of(store, "v", "q")
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(PartCorrupt, match="bytes"):
+    with pytest.raises(PartCorrupt, match="in the middle of its data"):
         cut_version(receiver, "v", shards_of(0, 2))
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_payload_is_noticed(store, receiver, rng):
     shards = shards_of(0, 2)
     serving = held_now(cut_version(receiver, "v0", shards))
     manifest = store.publish("v1", next_tensors(rng, tensors), mode="delta")
-    flip(store.path / "versions" / "v1" / manifest.payload.file, manifest.payload.nbytes - 9)
+    flip(store.path / "versions" / "v1" / manifest.payloads[0].file, manifest.payloads[0].nbytes - 9)
     for held in (serving, None):
         with pytest.raises(DigestMismatch, match="delta-"):
             cut_version(receiver, "v1", shards, held=held)
@@ -285,8 +285,8 @@ def test_a_base_that_is_gone_or_another_is_refused_where_it_is_needed(packing, t
     store.publish("v0", tensors)
     shards = shards_of(0, 2)
     serving = held_now(cut_version(receiver, "v0", shards))
-    first = store.publish("v1", next_tensors(rng, tensors), mode="delta")
-    needing = (serving, None) if packing == "classes" else (None,)
+    store.publish("v1", next_tensors(rng, tensors), mode="delta")
+    needing = (serving, None) if packing == "classes" else (None,)  # unsliced classes are not decoded by a rank
     base = store.path / "versions" / "v0"
     base.rename(tmp_path / "v0")
     for held in needing:
@@ -296,10 +296,6 @@ def test_a_base_that_is_gone_or_another_is_refused_where_it_is_needed(packing, t
     for held in needing:
         with pytest.raises(BaseVersionMismatch, match="v0"):
             cut_version(receiver, "v1", shards, held=held)
-    with pytest.raises(InvalidInput, match="not a chain"):
-        receiver.folded([], deadline=soon())
-    with pytest.raises(BaseVersionMismatch, match="v1"):
-        receiver.folded([first, first], deadline=soon())
     with (
         pytest.raises(SourceFailed, match="was asked for"),
         receiver.opened_state(replace(store.manifest("v0"), root_digest="xxh3-128:00"), deadline=soon()),

@@ -49,7 +49,7 @@ def chained(tmp_path, states):
 
 
 def payload_path(store, version):
-    return layout.version_dir(store.path, version) / store.manifest(version).payload.file
+    return layout.version_dir(store.path, version) / store.manifest(version).payloads[0].file
 
 
 def rewrite(store, version, **fields):
@@ -124,7 +124,7 @@ def test_diff_of_delta_versions_is_that_of_full_ones(chained, states, tmp_path):
 def test_a_receiver_gives_the_payload_of_a_delta_and_not_its_tensors(chained):
     receiver = FileReceiver(chained)
     manifest = receiver.manifest("step_2", deadline=Deadline.after(30))
-    got = bytearray(manifest.payload.nbytes)
+    got = bytearray(manifest.payloads[0].nbytes)
     for piece in receiver.pieces(manifest, deadline=Deadline.after(30), names=manifest.transfers()):
         assert piece.tensor == "delta-00001.bin"
         got[piece.offset : piece.offset + len(piece.data)] = piece.data
@@ -260,8 +260,8 @@ def test_a_payload_that_leads_elsewhere_than_its_manifest_says_is_refused(chaine
     sparse = delta.decode(chained.delta_between("step_1", "step_2", packing="gaps"))
     other = delta.pack(dataclasses.replace(sparse, new_root="xxh3-128:" + "0" * 32))
     payload_path(chained, "step_2").write_bytes(other)
-    entry = chained.manifest("step_2").payload
-    rewrite(chained, "step_2", payload=msgspec.structs.replace(entry, nbytes=len(other), digest=bytes_digest(other)))
+    entry = chained.manifest("step_2").payloads[0]
+    rewrite(chained, "step_2", payloads=(msgspec.structs.replace(entry, nbytes=len(other), digest=bytes_digest(other)),))
     with pytest.raises(DeltaCorrupt, match="leads from"):
         chained.load("step_2")
     assert "leads from" in chained.verify("step_2").problems[0]
@@ -282,8 +282,8 @@ def test_a_folded_version_leads_from_the_full_one_and_is_the_same_state(chained,
     before = chained.manifest("step_4")
     after = chained.fold()
     assert after == chained.manifest("step_4")
-    assert (after.base.version, after.payload.file) == ("step_0", "delta-00002.bin")
-    same = {"base": before.base, "payload": before.payload}
+    assert (after.base.version, after.payloads[0].file) == ("step_0", "delta-00002.bin")
+    same = {"base": before.base, "payloads": before.payloads}
     assert msgspec.structs.replace(after, **same) == before
     assert files_of(chained, "step_4") == ["config.json", "delta-00001.bin", "delta-00002.bin", "manifest.json"]
     assert same_state(chained.load("step_4"), states[4])
@@ -296,7 +296,7 @@ def test_folding_onto_a_version_in_between_and_further_later(chained, states):
     assert chained.fold("step_4", onto="step_2").base.version == "step_2"
     assert same_state(chained.load("step_4"), states[4])
     again = chained.fold("step_4", onto="step_1")
-    assert (again.base.version, again.payload.file) == ("step_1", "delta-00003.bin")
+    assert (again.base.version, again.payloads[0].file) == ("step_1", "delta-00003.bin")
     assert same_state(chained.load("step_4"), states[4])
     assert chained.fold("step_4", onto="step_1") == again
 
@@ -346,7 +346,7 @@ def test_a_reader_in_the_middle_of_a_version_goes_on_while_it_is_folded(chained,
         chained.fold("step_4")
         assert same_state(reader.load_all(), states[4])
     got = b"".join(bytes(piece.data) for piece in receiver.pieces(manifest, deadline=Deadline.after(30)))
-    assert bytes_digest(got, "xxh3-128") == manifest.payload.digest
+    assert bytes_digest(got, "xxh3-128") == manifest.payloads[0].digest
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_a_folded_delta_is_smaller_than_the_steps_it_replaces(tmp_path, rng):
     for number in range(6):
         store.publish(f"step_{number}", (state, other)[number % 2])
     assert len(store.delta_between("step_0", "step_4")) < 1000
-    assert store.fold("step_4").payload.nbytes < 1000
+    assert store.fold("step_4").payloads[0].nbytes < 1000
     assert same_state(store.load("step_4"), state)
     assert same_state(store.load("step_5"), other)
 

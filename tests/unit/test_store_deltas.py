@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightcast import Store, delta
+from weightcast import LiveModel, Store, delta
 from weightcast.delta import encoder
 from weightcast.errors import Conflict, DigestMismatch, InvalidInput, StorageFailed
 from weightcast.store import chain, delta_policy, delta_writer, layout, replay
@@ -131,7 +131,7 @@ def test_a_delta_version_has_a_payload_and_no_parts_and_proves_the_whole_state(s
     assert all(entry.digest == "" and entry.proof == entry.sum != "" for entry in manifest.tensors)
     assert manifest.root_digest == Store(store.path.with_name("other")).publish("v", states[1]).root_digest
     payload = (layout.version_dir(store.path, "step_101") / "delta-00001.bin").read_bytes()
-    assert len(payload) == manifest.payload.nbytes < manifest.nbytes / 10
+    assert len(payload) == manifest.payloads[0].nbytes < manifest.nbytes / 10
     packed = delta.inspect(payload)
     assert (packed.base_root, packed.new_root) == (full.root_digest, manifest.root_digest)
     assert (store.newest(), store.manifest("step_101")) == ("step_101", manifest)
@@ -154,7 +154,7 @@ def test_both_ways_of_keeping_the_last_state_write_the_same_payloads(tmp_path, r
     stores = [Store(tmp_path / keep, delta=DeltaPolicy(keep=keep)) for keep in ("store", "memory")]
     for number, state in enumerate(chain_of(rng, 4)):
         manifests = [store.publish(f"step_{number}", state) for store in stores]
-        assert manifests[0].payload == manifests[1].payload
+        assert manifests[0].payloads == manifests[1].payloads
     assert kinds_of(stores[0]) == ["full", "delta", "delta", "delta"]
 
 
@@ -494,7 +494,7 @@ def test_another_digest_becomes_a_full_version_and_its_successors_deltas(tmp_pat
     assert kinds_of(store) == ["full", "full", "delta", "delta"]
     assert "blake3" in reasons()[-1]
     assert manifest.root_digest.startswith("sums:")
-    assert manifest.payload.digest.startswith("blake3:")
+    assert manifest.payloads[0].digest.startswith("blake3:")
     assert all(entry.digest.startswith("blake3:") for entry in store.manifest("step_1").tensors)
     assert same_state(store.load(), states[3])
 
@@ -507,7 +507,7 @@ def test_a_damaged_base_is_not_built_on(tmp_path, rng, reasons, keep, damaged):
     store.publish("step_0", states[0])
     store.publish("step_1", states[1])
     manifest = store.manifest(damaged)
-    file = manifest.payload.file if manifest.payload else manifest.parts[0].file
+    file = manifest.payloads[0].file if manifest.payloads else manifest.parts[0].file
     path = layout.version_dir(store.path, damaged) / file
     data = bytearray(path.read_bytes())
     data[-200] ^= 1
@@ -594,7 +594,7 @@ def test_an_equal_state_is_a_delta_of_a_few_bytes(store, rng):
     state = many_kinds(rng)
     store.publish("step_0", state)
     manifest = store.publish("step_1", state, mode="delta")
-    assert manifest.payload.nbytes < 1000
+    assert manifest.payloads[0].nbytes < 1000
     assert manifest.root_digest == store.manifest("step_0").root_digest
     later = step_on(state, rng)
     assert store.publish("step_2", later).base.version == "step_1"
@@ -628,7 +628,7 @@ def test_the_log_tells_kind_size_and_density(store, rng, caplog):
     manifest = store.publish("step_1", states[1])
     (line,) = [record.getMessage() for record in caplog.records if "version=step_1 kind=" in record.getMessage()]
     assert f"kind=delta tensors={len(states[1])}" in line
-    assert f"payload_nbytes={manifest.payload.nbytes} density=0.0" in line
+    assert f"payload_nbytes={manifest.payloads[0].nbytes} density=0.0" in line
 
 
 @pytest.mark.parametrize("keep", ["store", "memory"])
@@ -638,8 +638,8 @@ def test_what_was_published_is_followed_without_reading_it_back(tmp_path, rng, k
     for number, state in enumerate(states[:2]):
         store.publish(f"step_{number}", state)
     read = []
-    real = chain.read_payload
-    monkeypatch.setattr(chain, "read_payload", lambda *args: read.append(args) or real(*args))
+    real = chain.read_payloads
+    monkeypatch.setattr(chain, "read_payloads", lambda *args: read.append(args) or real(*args))
     for number, state in enumerate(states[2:], start=2):
         assert store.publish(f"step_{number}", state).kind == "delta"
     assert not read
@@ -651,3 +651,37 @@ def test_what_was_published_is_followed_without_reading_it_back(tmp_path, rng, k
     store.publish("step_6", states[0])
     assert len(read) == 1
     assert same_state(store.load(), states[0])
+
+
+def test_both_packings_lie_side_by_side_and_a_receiver_chooses(tmp_path, rng):
+    store = Store(tmp_path / "s", delta=DeltaPolicy(packing="both"))
+    states = [{"w": rng.normal(0, 0.02, (400, 500)).astype(np.float32)}]
+    for _ in range(3):
+        new = states[-1]["w"].copy()
+        new.reshape(-1)[rng.choice(new.size, 2000, replace=False)] *= np.float32(1.0001)
+        states.append({"w": new})
+    for number, state in enumerate(states):
+        manifest = store.publish(f"step_{number}", state, mode="full" if number == 0 else "delta")
+    by_packing = {payload.packing: payload for payload in manifest.payloads}
+    assert list(by_packing) == ["gaps", "classes"]
+    assert by_packing["classes"].nbytes != by_packing["gaps"].nbytes
+    for packing, payload in by_packing.items():
+        target = {"w": states[2]["w"].copy()}
+        live = LiveModel(target, source=f"file://{store.path}?packing={packing}")
+        live.update("step_2")
+        assert live.update("step_3").bytes == payload.nbytes
+        assert same_state(target, states[3])
+    with pytest.raises(InvalidInput, match="packing=small"):
+        LiveModel({"w": states[0]["w"]}, source=f"file://{store.path}?packing=small").update()
+    assert [payload.packing for payload in store.fold("step_3", onto="step_1").payloads] == ["gaps", "classes"]
+    assert same_state(store.load("step_3"), states[3])
+    store.gc()
+    assert store.verify("step_3").ok
+
+
+def test_the_packing_follows_the_link():
+    assert DeltaPolicy().packings == DeltaPolicy(link_nbytes_per_s=1e9).packings == ("gaps",)
+    assert DeltaPolicy(link_nbytes_per_s=1e6).packings == ("classes",)
+    assert DeltaPolicy(packing="classes", link_nbytes_per_s=1e9).packings == ("classes",)
+    with pytest.raises(InvalidInput, match="packing"):
+        DeltaPolicy(packing="small")

@@ -92,7 +92,7 @@ def test_every_golden_version_is_read_as_it_was_published(older):
 @pytest.mark.parametrize("step", STEPS)
 def test_damage_in_a_golden_version_is_found_by_digests_of_bytes(older, step):
     manifest = older.manifest(step)
-    file = manifest.payload.file if manifest.payload else manifest.parts[0].file
+    file = manifest.payloads[0].file if manifest.payloads else manifest.parts[0].file
     flip(layout.version_dir(older.path, step) / file, -20)
     assert not older.verify(step).ok
     with pytest.raises(DigestMismatch, match=r"expected (xxh3-128|blake3):"):

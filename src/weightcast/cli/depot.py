@@ -114,7 +114,6 @@ def depot(
     from weightcast.control.listening import port_told  # noqa: PLC0415 - servers are slow to import
     from weightcast.depot.access import server_tls  # noqa: PLC0415
     from weightcast.depot.nixl_export import NixlExport  # noqa: PLC0415
-    from weightcast.depot.questions import Questions  # noqa: PLC0415
     from weightcast.depot.server import Depot, listening_host  # noqa: PLC0415
     from weightcast.store.acks import Acks  # noqa: PLC0415
     from weightcast.transports.http.access import Access  # noqa: PLC0415
@@ -125,11 +124,10 @@ def depot(
         stop = stack.enter_context(closing(_Stop()))
         acks = Acks(path)
         shelf = stack.enter_context(closing(_shelf(path, mirror, access, keep_last, acks)))
-        questions = Questions(shelf, path)
         if nixl == "on":
             export = stack.enter_context(closing(NixlExport(shelf, host=listening_host(listen))))
-        routes = [*questions.routes(), *(export.routes() if nixl == "on" else NixlExport.refusals())]
-        server = stack.enter_context(Depot(questions.shelf, listen, token=access.token, tls=tls, acks=acks, routes=routes))
+        routes = export.routes() if nixl == "on" else NixlExport.refusals()
+        server = stack.enter_context(Depot(shelf, listen, token=access.token, tls=tls, acks=acks, routes=routes))
         stack.enter_context(port_told(port_file, server.listening))
         click.echo(f"serving {path} at {server.url}" + (f", mirroring {', '.join(mirror)}" if mirror else ""))
         if not (mirror or path.exists()):

@@ -11,9 +11,10 @@ from rich.console import Console
 from weightcast.cli.completion import directories
 from weightcast.cli.help import Command
 from weightcast.cli.output import Size, emit, json_option, progress, size
-from weightcast.delta import Packing
+from weightcast.delta import Slicing
+from weightcast.delta.container import MAX_SLICES
 from weightcast.store.checkpoint import Checkpoint
-from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.delta_policy import DeltaPolicy, Packed
 from weightcast.store.store import PART_NBYTES, Mode, Store
 from weightcast.tensors.digest import ALGORITHMS, DEFAULT, Algorithm
 from weightcast.tensors.dtypes import DType
@@ -56,10 +57,15 @@ _SECTIONS = {
 )
 @click.option(
     "--packing",
-    type=click.Choice(get_args(Packing)),
+    type=click.Choice(get_args(Packed)),
     default=_POLICY.packing,
     show_default=True,
-    help="How a delta is packed: gaps is written and applied faster, classes is smaller, for links below 2 MB/s.",
+    help="How a delta is packed: gaps is written and applied faster, classes is smaller; auto follows --link.",
+)
+@click.option(
+    "--slices",
+    type=click.IntRange(min=1, max=MAX_SLICES),
+    help="Cut a delta into so many parts for tensor-parallel ranks, by the usual names of decoders.  [default: not cut]",
 )
 @click.option(
     "--link",
@@ -77,6 +83,7 @@ _SECTIONS = {
     is_flag=True,
     help="Remove what torch.compile, activation checkpointing, FSDP1 and DDP put into names.",
 )
+@click.option("--finite", is_flag=True, help="Refuse a version that has a NaN or an infinity.")
 @click.option("--step", type=int, help="The training step.  [default: the number at the end of VERSION]")
 @click.option("--part-size", type=Size(), default=PART_NBYTES, show_default="1GiB", help="Largest size of a part file.")
 @click.option(
@@ -94,11 +101,13 @@ def publish(
     mode: Mode,
     full_every: int,
     max_share: float,
-    packing: Packing,
+    packing: Packed,
+    slices: int | None,
     link: int | None,
     dtype: str | None,
     keep_dtype: tuple[str, ...],
     strip_wrappers: bool,
+    finite: bool,
     step: int | None,
     part_size: int,
     digest: Algorithm,
@@ -125,7 +134,10 @@ def publish(
       weightcast publish /mnt/weights step_102 ./checkpoints/102 --dtype BF16 --keep-dtype '*.router.weight'
     """
     total = Checkpoint(checkpoint_dir).nbytes
-    policy = DeltaPolicy(full_every=full_every, max_share=max_share, packing=packing, link_nbytes_per_s=link)
+    slicing = Slicing() if slices is None else Slicing.decoder(slices)
+    policy = DeltaPolicy(
+        full_every=full_every, max_share=max_share, packing=packing, link_nbytes_per_s=link, slicing=slicing
+    )
     with progress(f"publish {version}", total, as_json=as_json) as advance:
         manifest = Store(store, delta=policy).publish_checkpoint(
             version,
@@ -135,6 +147,7 @@ def publish(
             dtype=dtype,
             keep_dtype=keep_dtype,
             strip_wrappers=strip_wrappers,
+            finite=finite,
             step=step,
             part_nbytes=part_size,
             algorithm=digest,
@@ -142,8 +155,8 @@ def publish(
 
     def human(console: Console) -> None:
         written = f"in {len(manifest.parts)} part(s)"
-        if manifest.base is not None and manifest.payload is not None:
-            written = f"as a delta of {size(manifest.payload.nbytes)} on {manifest.base.version}"
+        if manifest.base is not None and manifest.kind == "delta":
+            written = f"as a delta of {size(manifest.payload_nbytes)} on {manifest.base.version}"
         console.print(
             f"published {manifest.version}: {len(manifest.tensors)} tensors, {size(manifest.nbytes)} {written}, "
             f"root {manifest.root_digest}"
@@ -157,7 +170,7 @@ def publish(
         "nbytes": manifest.nbytes,
         "parts": len(manifest.parts),
         "base": manifest.base.version if manifest.base else None,
-        "payload_nbytes": manifest.payload.nbytes if manifest.payload else None,
+        "payload_nbytes": manifest.payload_nbytes or None,
         "root_digest": manifest.root_digest,
     }
     emit(as_json, summary, human)

@@ -20,7 +20,7 @@ from weightcast.delta import inspect
 from weightcast.errors import VersionNotSet, WeightcastError
 from weightcast.store import layout
 from weightcast.store.compare import VerifyReport
-from weightcast.store.payload import read_payload
+from weightcast.store.payload import read_payloads
 from weightcast.store.store import Store
 from weightcast.store.version_file import YAML_NAME
 
@@ -80,7 +80,7 @@ def ls(path: Path, as_json: bool) -> None:
             "tensors": len(listing.manifest.tensors),
             "nbytes": listing.manifest.nbytes,
             "base": base(listing.manifest),
-            "payload_nbytes": listing.manifest.payload.nbytes if listing.manifest.payload else None,
+            "payload_nbytes": listing.manifest.payload_nbytes or None,
             "created_s": listing.manifest.created_s,
             "root_digest": listing.manifest.root_digest,
         }
@@ -101,7 +101,7 @@ def ls(path: Path, as_json: bool) -> None:
             drawn.add_row(
                 "*" if listing.version == newest else "", manifest.version, str(manifest.step), manifest.kind,
                 base(manifest) or "", str(len(manifest.tensors)), size(manifest.nbytes),
-                size(manifest.payload.nbytes) if manifest.payload else "", published, short(manifest.root_digest),
+                size(manifest.payload_nbytes) if manifest.payloads else "", published, short(manifest.root_digest),
             )  # fmt: skip
         console.print(drawn if listings else f"no versions in {path}")
 
@@ -129,7 +129,8 @@ def show(path: Path, version: str | None, as_json: bool) -> None:
     """
     opened = Store(path)
     manifest = opened.manifest(version or opened.newest())
-    changes = inspect(read_payload(layout.version_dir(path, manifest.version), manifest)) if manifest.payload else None
+    packed = read_payloads(layout.version_dir(path, manifest.version), manifest) if manifest.kind == "delta" else []
+    changes = inspect(*packed) if packed else None
 
     def human(console: Console) -> None:
         console.print(f"version      {manifest.version}   step {manifest.step}   {manifest.kind}   #{manifest.sequence}")

@@ -76,4 +76,4 @@ def base(manifest: Manifest) -> str | None:
 
 def payload_nbytes(manifest: Manifest) -> int:
     """The size of a delta; 0 for a full version."""
-    return manifest.payload.nbytes if manifest.payload else 0
+    return manifest.payload_nbytes

@@ -6,9 +6,10 @@ of frames by whoever unpacks them.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -16,39 +17,51 @@ from numpy.typing import NDArray
 
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt, InvalidInput, UnsupportedFormat
+from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
-from weightcast.tensors.lanes import kind_of, lane_count
+from weightcast.tensors.lanes import kind_of, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
-from weightcast.wire.manifest import is_digest
+from weightcast.wire.manifest import Packing, is_digest
 
-Packing = Literal["gaps", "classes"]
 Form = Literal["sparse", "dense", "raw"]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 FORMS: tuple[Form, ...] = get_args(Form)
 
 MAGIC = b"wcdelta\n"
-FORMAT = 2  # 1 had no names to sum tensors under
+FORMAT = 2  # 1 had no names to sum tensors under, and no boxes
 MAX_CHUNK_LANES = 1 << 24
 MAX_TABLE_NBYTES = 1 << 28
 MAX_TABLE_RATIO = 1024  # how far a table may shrink; one about 36,000 tensors of which none changes shrinks to a 62nd
-BLOCK_LANES = 1 << 16  # a tensor is not divided into many smaller blocks than this
+BLOCK_LANES = 1 << 16  # a tensor is not divided into many smaller blocks than this,
+MAX_SLICES = 64  # except that one of SLICED_NBYTES or more may be cut into so many slices
+SLICED_NBYTES = 256  # small, as a rank that holds slices of a tensor decodes along these
 MAX_TEXT_NBYTES = 0xFFFF
 
 _HEAD = struct.Struct("<8sHBB4x")  # magic, format, packing, 0
 _TAIL = struct.Struct("<QII16s8s")  # table offset, table bytes, table bytes when decoded, digest, magic
 _DIGEST_NBYTES = 16
-_BLOCK_NBYTES = 4 + 1 + 8 + _DIGEST_NBYTES + 4 + 8 + 4 + 4  # what a chunk of one block takes in the table
+_BLOCK_NBYTES = 4 + 1 + 8 + _DIGEST_NBYTES + 4 + 4 + 8 + 4 + 4  # what a chunk of one block takes in the table
 
 
 @dataclass(frozen=True)
 class Block:
-    """A run of lanes of one tensor, and how many of them change."""
+    """A run of lanes of one tensor, or of one box of it in the box's own C order, and how many of them change."""
 
     tensor: str
     start: int
     lanes: int
     changes: int
+    box: Box | None = None
+
+    def bounds(self, spec: TensorSpec) -> Box:
+        """The smallest box of its tensor that it lies in, if the tensor has rows."""
+        inside = self.box or Box.whole(spec.shape)
+        if not spec.shape:
+            return inside
+        row = math.prod(inside.shape[1:]) * lanes_per_element(spec.dtype)
+        first, last = self.start // row, -(-(self.start + self.lanes) // row)
+        return Box((inside.start[0] + first, *inside.start[1:]), (last - first, *inside.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ class Chunk:
 class Table:
     """What is in a packed delta. Blocks that are in no chunk do not change.
 
-    `summed_as` has the names that tensors are summed under for the roots, where these are not their own.
+    `summed_as` has the names that tensors are summed under for the roots, where these are not their own. `offset` is where
+    the table begins in the delta, and `seal` covers all of the delta but its frames.
     """
 
     packing: Packing
@@ -75,6 +89,8 @@ class Table:
     specs: Mapping[str, TensorSpec]
     chunks: tuple[Chunk, ...]
     summed_as: Mapping[str, str] = field(default_factory=dict)
+    offset: int = 0
+    seal: bytes = b""
 
 
 @dataclass
@@ -87,7 +103,7 @@ class ContainerWriter:
     chunks: list[Chunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._put(_HEAD.pack(MAGIC, FORMAT, PACKINGS.index(self.packing), 0))
+        self._put(head_of(self.packing))
 
     def add(self, form: Form, blocks: tuple[Block, ...], frame: bytes) -> None:
         """Write one frame."""
@@ -104,18 +120,22 @@ class ContainerWriter:
     ) -> Table:
         """Write the table and the tail."""
         _check_roots(base_root, new_root)
-        table = Table(self.packing, base_root, new_root, specs, tuple(self.chunks), summed_as or {})
+        table = Table(self.packing, base_root, new_root, specs, tuple(self.chunks), summed_as or {}, self.nbytes)
         raw = _table_bytes(table)
         packed = compress(raw)
-        offset = self.nbytes
-        head = _HEAD.pack(MAGIC, FORMAT, PACKINGS.index(self.packing), 0)
+        seal = _seal(head_of(self.packing), packed, table.offset, len(raw))
         self._put(packed)
-        self._put(_TAIL.pack(offset, len(packed), len(raw), _seal(head, packed, offset, len(raw)), MAGIC))
-        return table
+        self._put(_TAIL.pack(table.offset, len(packed), len(raw), seal, MAGIC))
+        return replace(table, seal=seal)
 
     def _put(self, data: bytes) -> None:
         self.write(data)
         self.nbytes += len(data)
+
+
+def head_of(packing: Packing) -> bytes:
+    """The first bytes of a delta, up to its first frame."""
+    return _HEAD.pack(MAGIC, FORMAT, PACKINGS.index(packing), 0)
 
 
 def read_table(data: memoryview, specs: Mapping[str, TensorSpec] | None = None) -> Table:
@@ -146,7 +166,7 @@ def read_table(data: memoryview, specs: Mapping[str, TensorSpec] | None = None) 
     except (struct.error, UnicodeDecodeError, ValueError, InvalidInput, IndexError) as error:
         raise DeltaCorrupt(f"its table cannot be read: {error}") from error
     _check_places(table, end=offset)
-    return table
+    return replace(table, offset=offset, seal=seal)
 
 
 def packing_of(data: memoryview) -> Packing:
@@ -171,10 +191,14 @@ def check_table(data: memoryview, specs: Mapping[str, TensorSpec] | None) -> Non
 
 
 def _most_table_nbytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Twice what a table about these tensors takes if each of their blocks has a chunk, and a little."""
-    texts = sum(2 * len(spec.name.encode()) + 8 * len(spec.shape) + 16 for spec in specs.values())
-    blocks = sum(1 + lane_count(spec) // BLOCK_LANES for spec in specs.values())
-    return (64 << 10) + 2 * (texts + blocks * _BLOCK_NBYTES)
+    """Twice what a table about these tensors takes if each of their blocks has a chunk and a box, and a little."""
+    texts = sum(2 * len(spec.name.encode()) + 8 * len(spec.shape) + 20 for spec in specs.values())
+    blocks = sum(_most_blocks(spec) * (_BLOCK_NBYTES + 16 * len(spec.shape)) for spec in specs.values())
+    return (64 << 10) + 2 * (texts + blocks)
+
+
+def _most_blocks(spec: TensorSpec) -> int:
+    return 1 + lane_count(spec) // BLOCK_LANES + (MAX_SLICES if spec.nbytes >= SLICED_NBYTES else 0)
 
 
 def frame_of(data: memoryview, chunk: Chunk) -> memoryview:
@@ -202,11 +226,17 @@ def _seal(head: bytes, packed: bytes, offset: int, raw_nbytes: int) -> bytes:
 def _table_bytes(table: Table) -> bytes:
     numbers = {name: index for index, name in enumerate(table.specs)}
     blocks = [block for chunk in table.chunks for block in chunk.blocks]
+    boxes: dict[str, dict[Box, int]] = {}  # counted from 1: 0 is the whole tensor
+    for block in blocks:
+        if block.box is not None:
+            listed = boxes.setdefault(block.tensor, {})
+            listed.setdefault(block.box, len(listed) + 1)
     columns = [
         np.array([len(chunk.blocks) for chunk in table.chunks], dtype="<u4"),
         np.array([FORMS.index(chunk.form) for chunk in table.chunks], dtype="u1"),
         np.array([chunk.nbytes for chunk in table.chunks], dtype="<u8"),
         np.array([numbers[block.tensor] for block in blocks], dtype="<u4"),
+        np.array([boxes[block.tensor][block.box] if block.box else 0 for block in blocks], dtype="<u4"),
         np.array([block.start for block in blocks], dtype="<u8"),
         np.array([block.lanes for block in blocks], dtype="<u4"),
         np.array([block.changes for block in blocks], dtype="<u4"),
@@ -215,6 +245,9 @@ def _table_bytes(table: Table) -> bytes:
     for spec in table.specs.values():
         parts += [_text(spec.name), _text(spec.dtype), struct.pack(f"<B{len(spec.shape)}Q", len(spec.shape), *spec.shape)]
         parts.append(_text(table.summed_as.get(spec.name, "")))
+        listed = boxes.get(spec.name, {})
+        parts.append(struct.pack("<I", len(listed)))
+        parts += [struct.pack(f"<{2 * len(spec.shape)}Q", *box.start, *box.shape) for box in listed]
     parts += [struct.pack("<I", len(table.chunks)), *(column.tobytes() for column in columns)]
     return b"".join([*parts, *(chunk.digest for chunk in table.chunks)])
 
@@ -224,6 +257,9 @@ def _text(text: str) -> bytes:
     if len(data) > MAX_TEXT_NBYTES:
         raise InvalidInput(f"a name of {len(data)} bytes is too long for a delta: {text[:40]!r}…")
     return struct.pack("<H", len(data)) + data
+
+
+_Boxes = NDArray[np.int64]  # of a tensor: for each the starts and the lengths along all dimensions
 
 
 class _Reader:
@@ -250,6 +286,17 @@ class _Reader:
             raise ValueError(f"{int(data.max())} is too large")
         return data.astype(np.int64)
 
+    def boxes(self, shape: tuple[int, ...]) -> _Boxes:
+        """Starts and lengths of the boxes of a tensor. There is no object for each before all blocks were checked."""
+        count = self.number("<I")
+        if count and not shape:
+            raise ValueError("a tensor without dimensions has boxes")
+        numbers = self.column("<u8", 2 * count * len(shape)).reshape(count, 2, len(shape))
+        starts, lengths = numbers[:, 0], numbers[:, 1]
+        if count and (not lengths.all() or (starts + lengths > np.array(shape, dtype=np.int64)).any()):
+            raise ValueError("a box does not lie inside of its tensor, or is empty")
+        return numbers
+
     def check_end(self) -> None:
         if self._at != len(self._data):
             raise ValueError(f"{len(self._data) - self._at} bytes are left over")
@@ -260,6 +307,7 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
     _check_roots(base_root, new_root)
     specs: dict[str, TensorSpec] = {}
     summed_as: dict[str, str] = {}
+    boxes: list[_Boxes] = []
     for _ in range(reader.number("<I")):
         spec = TensorSpec(
             name=reader.text(),
@@ -272,17 +320,20 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
         other = reader.text() if number > 1 else ""
         if other:
             summed_as[spec.name] = TensorSpec(name=other, dtype=spec.dtype, shape=spec.shape).name
+        boxes.append(reader.boxes(spec.shape) if number > 1 else np.zeros((0, 2, len(spec.shape)), dtype=np.int64))
     count = reader.number("<I")
     sizes, forms, nbytes = reader.column("<u4", count), reader.column("u1", count), reader.column("<u8", count)
     total = int(sizes.sum())
-    tensors, starts = reader.column("<u4", total), reader.column("<u8", total)
-    lanes, changes = reader.column("<u4", total), reader.column("<u4", total)
-    _check_blocks(list(specs.values()), sizes, tensors, starts, lanes, changes)
+    tensors = reader.column("<u4", total)
+    inside = reader.column("<u4", total) if number > 1 else np.zeros_like(tensors)
+    starts, lanes, changes = reader.column("<u8", total), reader.column("<u4", total), reader.column("<u4", total)
+    _check_blocks(list(specs.values()), boxes, sizes, tensors, inside, starts, lanes, changes)
     names = list(specs)
+    made = [[None, *(Box(tuple(start), tuple(shape)) for start, shape in listed.tolist())] for listed in boxes]
     blocks = [
-        Block(names[tensor], start, size, changed)
-        for tensor, start, size, changed in zip(
-            tensors.tolist(), starts.tolist(), lanes.tolist(), changes.tolist(), strict=True
+        Block(names[tensor], start, size, changed, made[tensor][box])
+        for tensor, box, start, size, changed in zip(
+            tensors.tolist(), inside.tolist(), starts.tolist(), lanes.tolist(), changes.tolist(), strict=True
         )
     ]
     chunks, offset, first = [], _HEAD.size, 0
@@ -296,29 +347,46 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
 
 def _check_blocks(
     specs: list[TensorSpec],
+    boxes: list[_Boxes],
     sizes: NDArray[np.int64],
     tensors: NDArray[np.int64],
+    inside: NDArray[np.int64],
     starts: NDArray[np.int64],
     lanes: NDArray[np.int64],
     changes: NDArray[np.int64],
 ) -> None:
-    """Raise `ValueError` unless blocks lie inside of their tensors and apart. Before there is an object for each of them."""
+    """Raise `ValueError` unless blocks lie inside of their tensors or boxes, and apart in each of these.
+
+    Before there is an object for each of them. That boxes lie apart is noticed when their changes are put together.
+    """
     if not sizes.all():
         raise ValueError("a chunk has no blocks")
+    counts = np.array([1 + len(listed) for listed in boxes], dtype=np.int64)  # each tensor, and its boxes
+    if int(counts.sum()) - len(counts) > len(tensors):
+        raise ValueError("there are more boxes than blocks")
     if not len(tensors):
         return
     if int(tensors.max()) >= len(specs):
         raise ValueError(f"a block belongs to tensor {int(tensors.max())} of {len(specs)}")
+    if (inside >= counts[tensors]).any():
+        raise ValueError("a block belongs to a box that is not listed")
+    first = np.cumsum(counts) - counts  # tensors and boxes are counted through, so that one number stands for both
+    owners = first[tensors] + inside
+    room = np.concatenate(
+        [
+            np.append(lane_count(spec), listed[:, 1].prod(axis=1) * lanes_per_element(spec.dtype))
+            for spec, listed in zip(specs, boxes, strict=True)
+        ]
+    )
     ends = starts + lanes
-    room = np.array([lane_count(spec) for spec in specs], dtype=np.int64)
-    impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[tensors]))
+    impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[owners]))
     if len(impossible):
         raise ValueError(f"a block of {specs[tensors[impossible[0]]].name!r} is impossible")
-    order = np.lexsort((starts, tensors))
-    tensors, starts, ends = tensors[order], starts[order], ends[order]
-    overlapping = np.flatnonzero((tensors[1:] == tensors[:-1]) & (starts[1:] < ends[:-1]))
+    order = np.lexsort((starts, owners))
+    owners, starts, ends = owners[order], starts[order], ends[order]
+    overlapping = np.flatnonzero((owners[1:] == owners[:-1]) & (starts[1:] < ends[:-1]))
     if len(overlapping):
-        raise ValueError(f"blocks of {specs[tensors[overlapping[0]]].name!r} overlap")
+        raise ValueError(f"blocks of {specs[tensors[order][overlapping[0]]].name!r} overlap")
 
 
 def _check_places(table: Table, *, end: int) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
-from weightcast.delta.container import Chunk, Table, frame_of, read_table
+from weightcast.delta.container import Block, Chunk, Table, frame_of, read_table
 from weightcast.delta.encoder import default_threads
 from weightcast.delta.planes import unpack_planes, unpack_raw
 from weightcast.delta.runs import Run, assemble
 from weightcast.delta.sparse import Delta, check_specs, fold
-from weightcast.delta.states import MovedState, State, as_state
+from weightcast.delta.states import MovedState, State, as_state, block_lanes
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
-from weightcast.tensors.lanes import kind_of
+from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
+
+OldLanes = Callable[[Block], Lanes]
 
 
 def decode(
@@ -47,15 +50,49 @@ def decode(
         check_specs(table.specs, expected)
     if state is None and table.packing == "classes" and any(chunk.form == "sparse" for chunk in table.chunks):
         raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
-    job = _ChunkDecoder(view, table, state, kernels(backend))
+    old = None if state is None else partial(block_lanes, state)
+    runs = decode_chunks(view, table, table.chunks, old, threads=threads, backend=backend)
+    return Delta(table.specs, assemble(table.specs, runs), table.base_root, table.new_root, table.summed_as)
+
+
+def decode_payloads(
+    payloads: Sequence[Buffer],
+    base: State | None = None,
+    *,
+    specs: Mapping[str, TensorSpec],
+    threads: int | None = None,
+) -> Delta:
+    """The sparse form of packed deltas that together lead from one state to another, each for some tensors or boxes of it.
+
+    One that leads there alone tells the roots; several do not know them.
+    """
+    old = None if base is None else partial(block_lanes, base)
+    runs: list[Run] = []
+    tables = [read_table(memoryview(data), specs) for data in payloads]
+    for data, table in zip(payloads, tables, strict=True):
+        check_specs(table.specs, {name: specs[name] for name in table.specs if name in specs})
+        runs += decode_chunks(memoryview(data), table, table.chunks, old, threads=threads)
+    first = tables[0]
+    roots = (first.base_root, first.new_root) if len(tables) == 1 else ("", "")
+    return Delta(specs, assemble(specs, runs), *roots, first.summed_as)
+
+
+def decode_chunks(
+    view: memoryview,
+    table: Table,
+    chunks: Sequence[Chunk],
+    old: OldLanes | None,
+    *,
+    threads: int | None = None,
+    backend: Backend | None = None,
+) -> list[Run]:
+    """The changes of some chunks of a packed delta. `old` gives the lanes of a block in the base, which `classes` needs."""
+    job = _ChunkDecoder(view, table, old, kernels(backend))
     count = default_threads() if threads is None else threads
-    if count > 1 and len(table.chunks) > 1:
+    if count > 1 and len(chunks) > 1:
         with ThreadPoolExecutor(count, thread_name_prefix="delta-decode") as pool:
-            decoded = list(pool.map(job.decode, table.chunks))
-    else:
-        decoded = [job.decode(chunk) for chunk in table.chunks]
-    tensors = assemble(table.specs, chain(*decoded))
-    return Delta(table.specs, tensors, table.base_root, table.new_root, table.summed_as)
+            return list(chain(*pool.map(job.decode, chunks)))
+    return list(chain(*map(job.decode, chunks)))
 
 
 def decode_chain(
@@ -76,8 +113,8 @@ def decode_chain(
 
 
 class _ChunkDecoder:
-    def __init__(self, view: memoryview, table: Table, state: State | None, kernels: Kernels) -> None:
-        self._view, self._table, self._state, self._kernels = view, table, state, kernels
+    def __init__(self, view: memoryview, table: Table, old: OldLanes | None, kernels: Kernels) -> None:
+        self._view, self._table, self._old, self._kernels = view, table, old, kernels
 
     def decode(self, chunk: Chunk) -> list[Run]:
         frame = frame_of(self._view, chunk)
@@ -88,7 +125,7 @@ class _ChunkDecoder:
             steps = unpack(frame, lanes=block.lanes, width=kind.nbytes)
             if int(np.count_nonzero(steps)) != block.changes:
                 raise DeltaCorrupt(f"a {chunk.form} block of {block.tensor!r} does not have {block.changes} changes")
-            return [Run(block.tensor, block.start, None, steps)]
+            return [Run(block.tensor, block.start, None, steps, block.box)]
         by_class = self._table.packing == "classes"
         groups = unpack_groups(
             frame,
@@ -100,7 +137,7 @@ class _ChunkDecoder:
         return self._by_class(chunk, groups) if by_class else _by_block(chunk, groups)
 
     def _by_class(self, chunk: Chunk, groups: Groups) -> list[Run]:
-        if self._state is None:
+        if self._old is None:
             raise InvalidInput("a delta packed as 'classes' decodes along its base: pass base=….")
         kind = kind_of(self._table.specs[chunk.blocks[0].tensor].dtype)
         starts = np.concatenate([[0], np.cumsum(groups.counts)[:-1]])
@@ -111,12 +148,11 @@ class _ChunkDecoder:
         walk = ClassWalk(starts + np.arange(kind.classes), gaps)
         runs = []
         for block in chunk.blocks:
-            old = self._state.lanes(block.tensor, block.start, block.start + block.lanes)
             try:
-                indices, order = self._kernels.find_by_class(old, kind, gaps, walk, block.changes)
+                indices, order = self._kernels.find_by_class(self._old(block), kind, gaps, walk, block.changes)
             except ValueError as error:
                 raise DeltaCorrupt(f"{block.tensor!r} does not match its base: {error}") from error
-            runs.append(Run(block.tensor, block.start, indices, groups.steps[order]))
+            runs.append(Run(block.tensor, block.start, indices, groups.steps[order], block.box))
         return runs
 
 
@@ -130,5 +166,5 @@ def _by_block(chunk: Chunk, groups: Groups) -> list[Run]:
         indices = np.cumsum(groups.gaps[first:end].astype(np.int64) + 1) - 1
         if int(indices[-1]) >= block.lanes:
             raise DeltaCorrupt(f"a change at lane {int(indices[-1])} lies outside of a block of {block.tensor!r}")
-        runs.append(Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end]))
+        runs.append(Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end], block.box))
     return runs

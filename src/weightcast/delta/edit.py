@@ -21,7 +21,7 @@ from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.kernels import Indices
-from weightcast.tensors.lanes import Lanes, index_dtype, kind_of, lane_count, mapped, unmapped
+from weightcast.tensors.lanes import Lanes, index_dtype, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.decoding import decode
 
@@ -152,11 +152,9 @@ def prepare(memories: Memories, delta: Delta) -> Edit:
 
 def edit_tensor(memory: LaneMemory, tensor: TensorDelta) -> TensorEdit:
     """The same for one tensor."""
-    kind = kind_of(tensor.spec.dtype)
     if tensor.indices is not None:
         check_indices(tensor.spec, tensor.indices)
-    before = memory.read(tensor.indices)
-    return TensorEdit(tensor.spec, tensor.indices, before, unmapped(mapped(before, kind) + tensor.steps, kind))
+    return TensorEdit(tensor.spec, tensor.indices, *memory.moved(tensor.indices, tensor.steps))
 
 
 def move_tensor(memory: LaneMemory, tensor: TensorDelta) -> None:

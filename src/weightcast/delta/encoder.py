@@ -13,22 +13,27 @@ from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weightcast.delta.container import Block, ContainerWriter, Form, Packing, Table
+from weightcast.delta.container import Block, ContainerWriter, Form, Table
 from weightcast.delta.grouping import ByBlock, ByClass, Changed, Grouping, changed_in
 from weightcast.delta.planes import pack_planes, pack_raw
-from weightcast.delta.runs import Run, assemble
+from weightcast.delta.runs import Run, assemble, out_of_box
+from weightcast.delta.slicing import WHOLE, Place, Slicing
 from weightcast.delta.sparse import Delta, TensorDelta, check_specs
-from weightcast.delta.states import CHUNK_LANES, State, as_state, block_ranges
+from weightcast.delta.states import CHUNK_LANES, State, as_state, rows_box
 from weightcast.delta.streams import pack_groups
 from weightcast.errors import InvalidInput
-from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.box_plan import moved
+from weightcast.tensors.boxes import Box, box_of
+from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import Array, flat_bytes
 from weightcast.tensors.kernels import Backend, kernels
-from weightcast.tensors.lanes import LaneKind, Lanes, index_dtype, kind_of, lane_count
+from weightcast.tensors.lanes import LaneKind, Lanes, index_dtype, kind_of, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
-from weightcast.tensors.sums import Sum, change_sum, range_sum, root_of_sums
+from weightcast.tensors.sums import Sum, box_sum, change_sum, range_sum, root_of_sums
+from weightcast.wire.manifest import Packing
 
+_PENDING_LANES = 8 * CHUNK_LANES  # that wait in chunks which are not full yet
 _DENSE_SHARE = 3  # below every third lane changed, sparse was cheapest in all that was measured
 _DENSE_LANES = 4096  # smaller blocks stay in their chunk: a frame of their own costs more than it saves
 
@@ -40,6 +45,7 @@ def encode(
     new: Mapping[str, object] | State,
     *,
     packing: Packing = "classes",
+    slicing: Slicing = WHOLE,
     threads: int | None = None,
     backend: Backend | None = None,
     base_root: str | None = None,
@@ -47,13 +53,14 @@ def encode(
 ) -> bytes:
     """The packed delta from one state to another: mappings of NumPy, torch or Paddle tensors with the same names and kinds.
 
-    `classes` is the smaller packing and needs the whole base to decode; `gaps` decodes without any. The root digests of the
-    two states are computed unless given. Nothing in the result depends on the number of threads or the backend.
+    `classes` is the smaller packing and is decoded along the base; `gaps` decodes without any. With a `slicing`, ranks that
+    hold slices need only their part, of the delta and of the base. The root digests of the two states are computed unless
+    given. Nothing in the result depends on the number of threads or the backend.
     """
     old_state, new_state = as_state(base), as_state(new)
     check_specs(old_state.specs, new_state.specs)
     pieces: list[bytes] = []
-    with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
+    with Encoder(pieces.append, packing=packing, slicing=slicing, threads=threads, backend=backend) as encoder:
         for name, spec in old_state.specs.items():
             encoder.add(spec, _reader(old_state, name), _reader(new_state, name))
         encoder.flush()
@@ -70,6 +77,7 @@ def pack(
     delta: Delta,
     *,
     packing: Packing = "gaps",
+    slicing: Slicing = WHOLE,
     base: Mapping[str, object] | State | None = None,
     threads: int | None = None,
     backend: Backend | None = None,
@@ -81,7 +89,7 @@ def pack(
     if state is not None:
         check_specs(delta.specs, state.specs)
     pieces: list[bytes] = []
-    with Encoder(pieces.append, packing=packing, threads=threads, backend=backend) as encoder:
+    with Encoder(pieces.append, packing=packing, slicing=slicing, threads=threads, backend=backend) as encoder:
         for name, spec in delta.specs.items():
             tensor = delta.tensors.get(name)
             encoder.summed_as |= {name: delta.summed_as[name]} if name in delta.summed_as else {}
@@ -109,6 +117,7 @@ class _Pending:
     tensor: str
     start: int
     lanes: int
+    box: Box | None
     changed: Callable[[Grouping, Lanes | None], Changed]
     old: Callable[[], Lanes] | None
 
@@ -124,6 +133,13 @@ class _Encoded(NamedTuple):
     sums: list[tuple[str, Sum, Sum]]
 
 
+class _Key(NamedTuple):
+    """What blocks must have in common to share a chunk: the ranks that hold them, and the kind of their lanes."""
+
+    part: tuple[str, int, int]
+    kind: LaneKind
+
+
 @dataclass
 class _OpenChunk:
     blocks: list[_Pending] = field(default_factory=list)
@@ -135,11 +151,12 @@ class TooManyChanges(Exception):
 
 
 class Encoder:
-    """Packs tensors one after another. Memory: what was written, and two chunks for each thread.
+    """Packs tensors one after another. Memory: what was written, two chunks for each thread, and eight that are not full.
 
-    Small tensors share chunks, so that a delta of many of them costs no more than one of a few. The changes are also
-    kept in sparse form, for `delta`, as long as that takes no more than `collect_nbytes`. Any call raises `TooManyChanges`
-    once more than `most_changes` were written. A context manager: leaving it stops the threads.
+    Tensors share chunks, so that a delta of many small ones costs no more than one of a few; with a `slicing`, only slices
+    that the same ranks hold do. The changes are also kept in sparse form, for `delta`, as long as that takes no more than
+    `collect_nbytes`. Any call raises `TooManyChanges` once more than `most_changes` were written. A context manager: leaving
+    it stops the threads.
 
     After `flush`, `sums` has the sum of each tensor that was compared with its base, and `grown` by how much its changes
     make the sum of the base grow: if base and `grown` do not add up to it, the base was not what its sum says.
@@ -150,6 +167,7 @@ class Encoder:
         write: Callable[[bytes], object],
         *,
         packing: Packing,
+        slicing: Slicing = WHOLE,
         threads: int | None = None,
         backend: Backend | None = None,
         collect_nbytes: int = 0,
@@ -161,14 +179,15 @@ class Encoder:
         self.summed_as: dict[str, str] = {}
         self._most_changes = most_changes
         self._kernels = kernels(backend)
-        self._packing = packing
+        self._packing, self._slicing = packing, slicing
         self._runs: list[Run] | None = [] if collect_nbytes else None
         self._room = collect_nbytes
         self._threads = default_threads() if threads is None else threads
         self._container = ContainerWriter(write, packing)
         self._specs: dict[str, TensorSpec] = {}
         self._sum_specs: dict[str, TensorSpec] = {}
-        self._open: dict[LaneKind, _OpenChunk] = {}
+        self._open: dict[_Key, _OpenChunk] = {}
+        self._pending = 0  # lanes of the blocks in these
         self._jobs: deque[Future[_Encoded]] = deque()
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-encode") if self._threads > 1 else None
 
@@ -189,30 +208,50 @@ class Encoder:
             self.summed_as[spec.name] = summed_as
         self._sum_specs[spec.name] = spec if summed_as is None else replace(spec, name=summed_as)
         self.sums[spec.name] = self.grown[spec.name] = Sum()
-        for start, stop in block_ranges(lane_count(spec)):
-            before, lanes = old(start, stop), new(start, stop).copy() if borrowed else None
-            scan = partial(_scanned, lanes, partial(new, start, stop))
-            self._put(kind, _Pending(spec.name, start, stop - start, scan, partial(_given, before)))
+        rows: tuple[int, int, Lanes, Lanes | None] | None = None
+        for place in self._slicing.places(spec):
+            if rows is None or rows[:2] != place[1:3]:  # slices along columns share their rows
+                copied = new(place.start, place.stop).copy() if borrowed else None
+                rows = (place.start, place.stop, old(place.start, place.stop), copied)
+            before = partial(_inside, spec, place, rows[2])
+            after = partial(_read_inside, spec, place, new if rows[3] is None else partial(_given, rows[3]))
+            self._put(_Key(place.part, kind), _pending(spec, place, partial(_scanned, after), before))
+
+    def add_box(self, spec: TensorSpec, box: Box, old: Array, new: Array, *, summed: TensorSpec) -> None:
+        """Compare a box of a tensor with its base, both in memory that stays as it is until `flush`. Only `grown` has it.
+
+        `summed` is the tensor as it is summed.
+        """
+        kind = self._take(spec)
+        self._sum_specs[spec.name], self.grown[spec.name] = summed, Sum()
+        for part, inner in self._slicing.boxes(spec, box):
+            where = moved(inner, box.start)
+            before, after = (partial(_lanes_of, array, where, spec.dtype) for array in (old, new))
+            lanes = math.prod(inner.shape) * lanes_per_element(spec.dtype)
+            rows = inner.shape[1:] == spec.shape[1:]
+            start = inner.start[0] * (lanes // inner.shape[0]) if rows and spec.shape else 0
+            pending = _Pending(spec.name, start, lanes, None if rows else inner, partial(_scanned, after), before)
+            self._put(_Key(part, kind), pending)
 
     def add_known(self, tensor: TensorDelta, old: LaneReader | None) -> None:
         """Pack changes that are known already. `classes` needs the base's lanes."""
         kind = self._take(tensor.spec)
-        for start, stop in block_ranges(lane_count(tensor.spec)):
-            known = partial(_known, tensor, start, stop)
-            before = partial(old, start, stop) if old is not None else None
-            self._put(kind, _Pending(tensor.spec.name, start, stop - start, known, before))
+        for place in self._slicing.places(tensor.spec):
+            before = partial(_read_inside, tensor.spec, place, old) if old is not None else None
+            known = partial(_known, tensor, place)
+            self._put(_Key(place.part, kind), _pending(tensor.spec, place, known, before))
 
     def add_unchanged(self, spec: TensorSpec) -> None:
         """A tensor that is as in the base."""
         kind = self._take(spec)
         nothing = Changed(np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=kind.signed))
-        for start, stop in block_ranges(lane_count(spec)):  # they take room in a chunk as they do in `add`: equal bytes
-            self._put(kind, _Pending(spec.name, start, stop - start, lambda *_: nothing, None))
+        for place in self._slicing.places(spec):  # they take room in a chunk as they do in `add`: equal bytes
+            self._put(_Key(place.part, kind), _pending(spec, place, lambda *_: nothing, None))
 
     def flush(self) -> None:
         """Encode and write everything that was added."""
-        for kind in list(self._open):
-            self._close_chunk(kind)
+        for key in sorted(self._open, key=lambda key: (key.part[2], key.part[0])):  # what one rank needs lies together
+            self._close_chunk(key)
         while self._jobs:
             self._write(self._jobs.popleft())
 
@@ -240,24 +279,28 @@ class Encoder:
         self._specs[spec.name] = spec
         return kind_of(spec.dtype)
 
-    def _put(self, kind: LaneKind, block: _Pending) -> None:
-        chunk = self._open.setdefault(kind, _OpenChunk())
+    def _put(self, key: _Key, block: _Pending) -> None:
+        chunk = self._open.setdefault(key, _OpenChunk())
         if chunk.lanes + block.lanes > CHUNK_LANES:
-            self._close_chunk(kind)
-            chunk = self._open[kind] = _OpenChunk()
+            self._close_chunk(key)
+            chunk = self._open[key] = _OpenChunk()
         chunk.blocks.append(block)
         chunk.lanes += block.lanes
+        self._pending += block.lanes
+        if self._pending > _PENDING_LANES:
+            self._close_chunk(max(self._open, key=lambda one: self._open[one].lanes))
 
-    def _close_chunk(self, kind: LaneKind) -> None:
-        blocks = self._open.pop(kind).blocks
+    def _close_chunk(self, key: _Key) -> None:
+        chunk = self._open.pop(key)
+        self._pending -= chunk.lanes
         if self._pool is None:
             done: Future[_Encoded] = Future()
-            done.set_result(self._encode_chunk(kind, blocks))
+            done.set_result(self._encode_chunk(key.kind, chunk.blocks))
             self._write(done)
             return
         while len(self._jobs) >= 2 * self._threads:
             self._write(self._jobs.popleft())
-        self._jobs.append(self._pool.submit(self._encode_chunk, kind, blocks))
+        self._jobs.append(self._pool.submit(self._encode_chunk, key.kind, chunk.blocks))
 
     def _write(self, job: Future[_Encoded]) -> None:
         encoded = job.result()
@@ -265,8 +308,9 @@ class Encoder:
             self._container.add(*frame)
             self.changes += sum(block.changes for block in frame[1])
         for name, total, grown in encoded.sums:
-            self.sums[name] += total
             self.grown[name] += grown
+            if name in self.sums:
+                self.sums[name] += total
         if self.changes > self._most_changes:
             raise TooManyChanges
         if self._runs is not None:
@@ -286,12 +330,12 @@ class Encoder:
             old = block.old() if block.old is not None else None
             changed = block.changed(groups, old)
             if old is not None and changed.new is not None:
-                sums.append(self._sum(block, old, changed.new, changed.indices))
+                sums.append(self._sum(block, kind, old, changed))
             if not len(changed.indices):
                 continue
             if self._runs is not None:
-                runs.append(Run(block.tensor, block.start, changed.indices, changed.steps))
-            described = Block(block.tensor, block.start, block.lanes, len(changed.indices))
+                runs.append(Run(block.tensor, block.start, changed.indices, changed.steps, block.box))
+            described = Block(block.tensor, block.start, block.lanes, len(changed.indices), block.box)
             other = self._dense_frame(changed, block.lanes, kind)
             if other is not None:
                 frames.append((other[0], (described,), other[1]))
@@ -302,12 +346,21 @@ class Encoder:
             frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
         return _Encoded(frames, runs, sums)
 
-    def _sum(self, block: _Pending, old: Lanes, new: Lanes, changed: NDArray[np.uint32]) -> tuple[str, Sum, Sum]:
+    def _sum(self, block: _Pending, kind: LaneKind, old: Lanes, found: Changed) -> tuple[str, Sum, Sum]:
         """What a block that was compared adds to the sum of its tensor, and to its growth."""
-        spec = self._sum_specs[block.tensor]
-        total = range_sum(spec, block.start * new.itemsize, flat_bytes(new))
-        places = changed + index_dtype(lane_count(spec)).type(block.start)
-        return block.tensor, total, change_sum(spec, places, old[changed], new[changed])
+        spec, total, new, changed = self._sum_specs[block.tensor], Sum(), found.new, found.indices
+        if new is None:
+            raise InvalidInput("there is nothing to compare with the base.")
+        wide, wanted = index_dtype(lane_count(spec)), block.tensor in self.sums
+        if block.box is None:
+            total = range_sum(spec, block.start * new.itemsize, flat_bytes(new)) if wanted else total
+            places = changed + wide.type(block.start)
+        else:
+            array = new.view(spec.dtype.numpy).reshape(block.box.shape)
+            total = box_sum(spec, block.box, array) if wanted else total
+            places = np.empty(len(changed), dtype=wide)
+            out_of_box(spec, block.box, changed, 0, out=places)
+        return block.tensor, total, change_sum(spec, places, *self._kernels.moved(old, changed, found.steps, kind))
 
     def _dense_frame(self, changed: Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
         """The frame of a block that is cheaper with a step for every lane; None if it is not."""
@@ -324,16 +377,40 @@ class Encoder:
         return ("dense", planes) if len(planes) < steps.nbytes else ("raw", pack_raw(steps))
 
 
-def _given(lanes: Lanes) -> Lanes:
+def _pending(
+    spec: TensorSpec, place: Place, changed: Callable[[Grouping, Lanes | None], Changed], old: Callable[[], Lanes] | None
+) -> _Pending:
+    if place.box is None:
+        return _Pending(spec.name, place.start, place.stop - place.start, None, changed, old)
+    lanes = math.prod(place.box.shape) * lanes_per_element(spec.dtype)
+    return _Pending(spec.name, 0, lanes, place.box, changed, old)
+
+
+def _lanes_of(array: Array, box: Box, dtype: DType) -> Lanes:
+    """The lanes of a box of an array: a view where they lie together."""
+    inside = box_of(array, box)
+    return flat_bytes(np.ascontiguousarray(inside)).view(kind_of(dtype).unsigned)
+
+
+def _inside(spec: TensorSpec, place: Place, rows: Lanes) -> Lanes:
+    """The lanes of a block, from those of its rows."""
+    return rows if place.box is None else rows_box(spec, place.box, rows)
+
+
+def _read_inside(spec: TensorSpec, place: Place, read: LaneReader) -> Lanes:
+    return _inside(spec, place, read(place.start, place.stop))
+
+
+def _given(lanes: Lanes, start: int, stop: int) -> Lanes:  # noqa: ARG001 - it is that range
     return lanes
 
 
-def _scanned(lanes: Lanes | None, new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:
+def _scanned(new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:
     if old is None:
         raise InvalidInput("there is no base to compare with.")
-    now = new() if lanes is None else lanes
+    now = new()
     return groups.scan(old, now)._replace(new=now)
 
 
-def _known(tensor: TensorDelta, start: int, stop: int, groups: Grouping, old: Lanes | None) -> Changed:  # noqa: ARG001
-    return changed_in(tensor, start, stop)
+def _known(tensor: TensorDelta, place: Place, groups: Grouping, old: Lanes | None) -> Changed:  # noqa: ARG001
+    return changed_in(tensor, place)

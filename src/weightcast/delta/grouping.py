@@ -7,9 +7,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.delta.runs import Run, placed_run
+from weightcast.delta.slicing import Place
 from weightcast.delta.sparse import TensorDelta, span
 from weightcast.delta.streams import Groups
 from weightcast.errors import InvalidInput
+from weightcast.tensors.boxes import Held
 from weightcast.tensors.kernels import Kernels, Numbers
 from weightcast.tensors.lanes import LaneKind, Lanes, Steps
 
@@ -104,12 +107,19 @@ class ByClass:
         return Groups(counts, np.concatenate(self._gaps)[order], np.concatenate(self._steps)[order])
 
 
-def changed_in(tensor: TensorDelta, start: int, stop: int) -> Changed:
-    """The changes of a tensor that lie in a range of its lanes."""
+def changed_in(tensor: TensorDelta, place: Place) -> Changed:
+    """The changes of a tensor that lie in a block of it, counted from the start of the block."""
     if tensor.indices is None:
-        steps = tensor.steps[start:stop]
-        found = np.flatnonzero(steps)
-        return Changed(found.astype(np.uint32), steps[found])
-    first, last = span(tensor.indices, start, stop)
-    inside = tensor.indices[first:last] - tensor.indices.dtype.type(start)
-    return Changed(inside.astype(np.uint32), tensor.steps[first:last])
+        run = Run(tensor.spec.name, place.start, None, tensor.steps[place.start : place.stop])
+    else:
+        first, last = span(tensor.indices, place.start, place.stop)
+        inside = tensor.indices[first:last] - tensor.indices.dtype.type(place.start)
+        run = Run(tensor.spec.name, place.start, inside, tensor.steps[first:last])
+    if place.box is None:
+        indices, steps = run.sparse()
+        return Changed(indices.astype(np.uint32), steps)
+    held = Held.slice_of(tensor.spec, place.box)
+    placed = placed_run(run, tensor.spec, held.placements[0], held.spec)
+    if placed is None:
+        return Changed(np.zeros(0, dtype=np.uint32), tensor.steps[:0])
+    return Changed(placed[0].astype(np.uint32), placed[1])

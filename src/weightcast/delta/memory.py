@@ -10,7 +10,7 @@ from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.bridges import framework_of, host_array, spec_of
 from weightcast.tensors.flat import Array, flat_bytes
 from weightcast.tensors.kernels import Indices, kernels
-from weightcast.tensors.lanes import Lanes, kind_of, lane_count
+from weightcast.tensors.lanes import LaneKind, Lanes, Steps, kind_of, lane_count, mapped, unmapped
 from weightcast.tensors.spec import TensorSpec
 
 
@@ -22,8 +22,16 @@ class LaneMemory(Protocol):
     def read(self, indices: Indices | None) -> Lanes:
         """A copy of the lanes at these indices."""
 
+    def moved(self, indices: Indices | None, steps: Steps) -> tuple[Lanes, Lanes]:
+        """The lanes at these indices as they are, and as they would be after steps. Reads only."""
+
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""
+
+
+def moved_by(before: Lanes, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
+    """Lanes, and the same after steps."""
+    return before, unmapped(mapped(before, kind) + steps, kind)
 
 
 class HostMemory:
@@ -42,9 +50,16 @@ class HostMemory:
     def read(self, indices: Indices | None) -> Lanes:
         """A copy of the lanes at these indices."""
         if self._flat is not None:
-            return self._flat.copy() if indices is None else self._flat[indices]
+            return self._flat.copy() if indices is None else self._flat.take(indices)
         strided = cast("Array", self._strided)
         return strided.flatten() if indices is None else strided[np.unravel_index(indices, strided.shape)]
+
+    def moved(self, indices: Indices | None, steps: Steps) -> tuple[Lanes, Lanes]:
+        """The lanes at these indices as they are, and as they would be after steps. Reads only."""
+        kind = kind_of(self.spec.dtype)
+        if self._flat is not None and indices is not None:
+            return kernels().moved(self._flat, indices, steps, kind)
+        return moved_by(self.read(indices), steps, kind)
 
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""

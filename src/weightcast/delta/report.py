@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weightcast.delta.container import Packing, Table, read_table
+from weightcast.delta.container import Table, read_table
 from weightcast.delta.sparse import Delta
 from weightcast.tensors.flat import Buffer
 from weightcast.tensors.lanes import lane_count
+from weightcast.wire.manifest import Packing
 
 TensorForm = Literal["skip", "sparse", "dense", "raw", "mixed"]
 
@@ -57,11 +59,15 @@ class DeltaReport:
         return self.nbytes / self.changes if self.changes else 0.0
 
 
-def inspect(delta: Delta | Buffer) -> DeltaReport:
-    """What a delta holds: for each tensor its form and density. Needs no base, and reads only the table of a packed one."""
+def inspect(delta: Delta | Buffer, *more: Buffer) -> DeltaReport:
+    """What a delta holds: for each tensor its form and density. Needs no base, and reads only the tables of packed ones.
+
+    `more` are the other packed deltas of the same version.
+    """
     if not isinstance(delta, Delta):
-        table = read_table(memoryview(delta))
-        return DeltaReport(table.packing, len(delta), table.base_root, table.new_root, _from_table(table))
+        tables = [read_table(memoryview(data)) for data in (delta, *more)]
+        first, nbytes = tables[0], sum(map(len, (delta, *more)))
+        return DeltaReport(first.packing, nbytes, first.base_root, first.new_root, _from_tables(tables))
     reports = []
     for name, spec in delta.specs.items():
         tensor = delta.tensors.get(name)
@@ -71,15 +77,15 @@ def inspect(delta: Delta | Buffer) -> DeltaReport:
     return DeltaReport(None, delta.nbytes, delta.base_root, delta.new_root, tuple(reports))
 
 
-def _from_table(table: Table) -> tuple[TensorReport, ...]:
+def _from_tables(tables: Sequence[Table]) -> tuple[TensorReport, ...]:
     forms: dict[str, set[TensorForm]] = {}
     changes: dict[str, int] = {}
-    for chunk in table.chunks:
+    for chunk in (chunk for table in tables for chunk in table.chunks):
         for block in chunk.blocks:
             forms.setdefault(block.tensor, set()).add(chunk.form)
             changes[block.tensor] = changes.get(block.tensor, 0) + block.changes
     reports = []
-    for name, spec in table.specs.items():
+    for name, spec in {name: spec for table in tables for name, spec in table.specs.items()}.items():
         found = forms.get(name, {"skip"})
         form = next(iter(found)) if len(found) == 1 else "mixed"
         reports.append(TensorReport(name, spec.dtype, spec.shape, form, lane_count(spec), changes.get(name, 0)))

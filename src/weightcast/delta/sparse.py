@@ -106,13 +106,14 @@ def fold(a: Delta, b: Delta) -> Delta:
     tensors: dict[str, TensorDelta] = {}
     for name in a.specs:
         first, second = a.tensors.get(name), b.tensors.get(name)
-        folded = _fold_tensor(first, second) if first and second else first or second
+        folded = folded_tensors(first, second) if first and second else first or second
         if folded is not None and len(folded.steps) and folded.changes:
             tensors[name] = folded
     return Delta(a.specs, tensors, a.base_root, b.new_root, b.summed_as or a.summed_as)
 
 
-def _fold_tensor(a: TensorDelta, b: TensorDelta) -> TensorDelta:
+def folded_tensors(a: TensorDelta, b: TensorDelta) -> TensorDelta:
+    """The same of one tensor."""
     if a.indices is not None and b.indices is not None:
         return normal_form(a.spec, *kernels().merge((a.indices, a.steps), (b.indices, b.steps)))
     if a.indices is None and b.indices is None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from weightcast.delta.container import Block
 from weightcast.delta.sparse import Delta, every_step, span
+from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.bridges import host_array, spec_of
 from weightcast.tensors.digest import algorithm_of, root_digest
 from weightcast.tensors.flat import Array
 from weightcast.tensors.kernels import kernels
-from weightcast.tensors.lanes import Lanes, kind_of, lane_count, lane_range
+from weightcast.tensors.lanes import Lanes, kind_of, lane_count, lane_range, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import ROOT_LABEL, Sum, root_of_sums, tensor_hasher
 
@@ -75,12 +78,12 @@ class MovedState:
         kind = kind_of(tensor.spec.dtype)
         if tensor.indices is None:
             every = np.arange(stop - start, dtype=np.uint32)
-            return kernels().moved(lanes, every, every_step(tensor)[start:stop], kind)
+            return kernels().moved(lanes, every, every_step(tensor)[start:stop], kind)[1]
         first, last = span(tensor.indices, start, stop)
         if first == last:
             return lanes
         inside = (tensor.indices[first:last] - tensor.indices.dtype.type(start)).astype(np.uint32)
-        values = kernels().moved(lanes, inside, tensor.steps[first:last], kind)
+        _, values = kernels().moved(lanes, inside, tensor.steps[first:last], kind)
         moved = lanes if self._in_place else lanes.copy()
         kernels().scatter(moved, inside, values)
         return moved
@@ -94,6 +97,26 @@ def as_state(state: Mapping[str, object] | State) -> State:
 def block_ranges(lanes: int) -> list[tuple[int, int]]:
     """The ranges in which so many lanes are worked on."""
     return [(start, min(start + CHUNK_LANES, lanes)) for start in range(0, lanes, CHUNK_LANES)]
+
+
+def rows_box(spec: TensorSpec, box: Box, rows: Lanes) -> Lanes:
+    """What a box has of its rows, given all lanes of these: in its own C order."""
+    per_element = lanes_per_element(spec.dtype)
+    shaped = rows.reshape(box.shape[0], *spec.shape[1:], per_element)
+    inner = Box((0, *box.start[1:]), box.shape)
+    lanes: Lanes = np.ascontiguousarray(box_of(shaped, inner)).reshape(-1)
+    return lanes
+
+
+def block_lanes(state: State, block: Block) -> Lanes:
+    """The lanes of a block."""
+    if block.box is None:
+        return state.lanes(block.tensor, block.start, block.start + block.lanes)
+    spec = state.specs[block.tensor]
+    row, bounds = math.prod(spec.shape[1:]) * lanes_per_element(spec.dtype), block.bounds(spec)
+    rows = state.lanes(block.tensor, bounds.start[0] * row, (bounds.start[0] + bounds.shape[0]) * row)
+    skip = block.start % (math.prod(bounds.shape[1:]) * lanes_per_element(spec.dtype))  # of the first row
+    return rows_box(spec, bounds, rows)[skip : skip + block.lanes]
 
 
 def tensor_proof(state: State, name: str, expected: str, summed_as: str | None = None) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from weightcast.delta.zstd import compress, decompress, stated_nbytes
 from weightcast.errors import DeltaCorrupt
 from weightcast.tensors.kernels import Kernels, Numbers
-from weightcast.tensors.kernels.numbers import bit_count, shift_for
+from weightcast.tensors.kernels.numbers import shift_for
 from weightcast.tensors.lanes import UNSIGNED, Steps, from_zigzag, to_zigzag
 
 _HEAD = struct.Struct("<7I")
@@ -66,8 +66,8 @@ def unpack_groups(frame: memoryview, *, groups: int, changes: int, width: int, k
     large = _take_numbers(large_symbols, no_shifts, streams[5], "large step", kernels)
     if len(large) and int(large.max()) > (1 << (8 * width)) - 2 - _ESCAPE:
         raise DeltaCorrupt(f"a step of {int(large.max()) + _ESCAPE} does not fit into {8 * width} bits")
-    values[escaped] += large
-    zigzag = (values + np.uint32(1)).astype(UNSIGNED[width])  # each was checked to fit
+    zigzag = values.astype(UNSIGNED[width]) + UNSIGNED[width].type(1)
+    zigzag[escaped] += large.astype(zigzag.dtype)  # each was checked to fit
     return Groups(counts, gaps, from_zigzag(zigzag))
 
 
@@ -91,12 +91,9 @@ def _take_numbers(
     symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], stream: memoryview, what: str, kernels: Kernels
 ) -> Numbers:
     try:
-        bits = bit_count(symbols, shifts)
+        return kernels.take_numbers(symbols, shifts, np.frombuffer(stream, dtype=np.uint8))
     except ValueError as error:
         raise DeltaCorrupt(f"in the {what}s of a chunk, {error}") from error
-    if len(stream) != (bits + 7) // 8 or (bits % 8 and stream[-1] >> (bits % 8)):
-        raise DeltaCorrupt(f"the low bits of {what}s have {len(stream)} bytes where {bits} bits are asked for")
-    return kernels.take_numbers(symbols, shifts, np.frombuffer(stream, dtype=np.uint8))
 
 
 # -- steps: zigzag less one, two to a byte; 15 sends the reader on to the large ones ------------------------------------
@@ -111,8 +108,8 @@ def _to_nibbles(steps: Steps) -> tuple[NDArray[np.uint8], Numbers]:
     return nibbles, large
 
 
-def _from_nibbles(nibbles: NDArray[np.uint8], changes: int) -> Numbers:
-    values = np.empty(2 * len(nibbles), dtype=np.uint32)
+def _from_nibbles(nibbles: NDArray[np.uint8], changes: int) -> NDArray[np.uint8]:
+    values = np.empty(2 * len(nibbles), dtype=np.uint8)
     values[::2], values[1::2] = nibbles & 15, nibbles >> 4
     if changes % 2 and values[-1]:
         raise DeltaCorrupt("the last half byte of the steps is not empty")

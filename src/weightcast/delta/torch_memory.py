@@ -10,9 +10,10 @@ from typing import cast
 import numpy as np
 import torch
 
+from weightcast.delta.memory import moved_by
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.kernels import Indices
-from weightcast.tensors.lanes import Lanes, kind_of
+from weightcast.tensors.lanes import Lanes, Steps, kind_of
 from weightcast.tensors.spec import TensorSpec
 
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -49,6 +50,10 @@ class TorchMemory:
         taken = self._lanes.clone() if indices is None else self._lanes[self._places(indices)]
         lanes: Lanes = taken.cpu().contiguous().numpy().reshape(-1).view(self._kind.unsigned)
         return lanes
+
+    def moved(self, indices: Indices | None, steps: Steps) -> tuple[Lanes, Lanes]:
+        """The lanes at these indices as they are, and as they would be after steps, in host memory. Reads only."""
+        return moved_by(self.read(indices), steps, self._kind)
 
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""

@@ -105,14 +105,12 @@ def open_source(transport: Transport, directory: Path) -> Iterator[Source]:
 def _depot(path: Path, *, nixl: bool) -> Iterator[str]:
     """What `weightcast depot --store`, with `--nixl on` if asked for, runs in this process."""
     from weightcast.depot.nixl_export import NixlExport  # noqa: PLC0415 - servers are slow to import
-    from weightcast.depot.questions import Questions  # noqa: PLC0415
     from weightcast.depot.server import Depot  # noqa: PLC0415
     from weightcast.depot.stored import StoredShelf  # noqa: PLC0415
 
     with closing(StoredShelf(path)) as shelf, closing(NixlExport(shelf)) as export:
-        questions = Questions(shelf, path)
-        routes = [*questions.routes(), *(export.routes() if nixl else NixlExport.refusals())]
-        with Depot(questions.shelf, "127.0.0.1:0", routes=routes) as depot:
+        routes = export.routes() if nixl else NixlExport.refusals()
+        with Depot(shelf, "127.0.0.1:0", routes=routes) as depot:
             yield depot.url
 
 
@@ -120,8 +118,8 @@ def _published(manifest: Manifest, began: float) -> Published:
     full_nbytes = sum(entry.nbytes for entry in manifest.tensors)
     return Published(
         version=manifest.version,
-        kind="full" if manifest.payload is None else "delta",
-        nbytes=full_nbytes if manifest.payload is None else manifest.payload.nbytes,
+        kind="delta" if manifest.payloads else "full",
+        nbytes=manifest.payload_nbytes or full_nbytes,
         full_nbytes=full_nbytes,
         seconds=time.monotonic() - began,
         root_digest=manifest.root_digest,

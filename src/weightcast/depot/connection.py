@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -23,8 +23,7 @@ from weightcast.depot.heads import MAX_HEAD_NBYTES, Head, Refusal, end_of_head, 
 from weightcast.depot.replies import failure, reply_of
 from weightcast.depot.routing import Routes
 from weightcast.errors import PartCorrupt, WeightcastError
-from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.depot import ID_HEADERS, QUERY_HEADER
+from weightcast.wire.depot import ID_HEADERS
 
 if TYPE_CHECKING:
     import ssl
@@ -252,8 +251,6 @@ class Connection:
         )
         with ExitStack() as stack:
             reply = _handled(handler, request, stack)
-            if body:
-                reply = replace(reply, headers={**reply.headers, QUERY_HEADER: bytes_digest(body)})
             close_body = getattr(reply.body, "close", None)
             if close_body is not None:
                 stack.callback(close_body)

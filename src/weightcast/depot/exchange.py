@@ -86,7 +86,7 @@ Handler = Callable[[Request, ExitStack], Reply]
 
 @dataclass(frozen=True)
 class Route:
-    """Which requests a handler answers: `/v1/versions/{version}/files/{file}`, say."""
+    """Which requests a handler answers: `/versions/{version}/{file}`, say."""
 
     method: str
     pattern: str

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from itertools import chain
 
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import FileRange, Reply, Request, Route
 from weightcast.depot.holding import Holding, Shelf
-from weightcast.depot.piece_digests import PieceDigester
 from weightcast.depot.ranges import asked_range, names_tag
 from weightcast.depot.replies import failure
 from weightcast.errors import InvalidInput, NotFound, VersionNotSet
+from weightcast.store.layout import MANIFEST
+from weightcast.store.version_file import YAML_NAME, version_yaml
 from weightcast.tensors.digest import bytes_digest
 from weightcast.wire.depot import PREFIX, Catalogue, file_tag
 
@@ -33,24 +35,31 @@ class FileRoutes:
 
     def __init__(self, shelf: Shelf, closing: threading.Event) -> None:
         self._shelf, self._closing = shelf, closing
-        self._digester = PieceDigester()
 
     def routes(self) -> list[Route]:
         """All of them."""
-        version = f"{PREFIX}/versions/{{version}}"
         return [
             Route("GET", "/health", self.health),
+            Route("GET", f"/{YAML_NAME}", self.version_file),
+            Route("GET", f"/versions/{{version}}/{MANIFEST}", self.manifest),
+            Route("GET", "/versions/{version}/{file}", self.file),
             Route("GET", f"{PREFIX}/versions", self.versions),
             Route("GET", f"{PREFIX}/newest", self.newest),
-            Route("GET", f"{version}/manifest", self.manifest),
-            Route("GET", f"{version}/files/{{file}}", self.file),
-            Route("GET", f"{version}/files/{{file}}/digests", self.digests),
         ]
 
     def health(self, _request: Request, _stack: ExitStack) -> Reply:
         """That it is there."""
         data = b'{"status":"ok"}'
         return Reply(200, (data,), len(data), {"Content-Type": "application/json"})
+
+    def version_file(self, _request: Request, _stack: ExitStack) -> Reply:
+        """The version to take, as a store has it."""
+        newest = self._shelf.newest()
+        if newest is None:
+            raise VersionNotSet("this depot has no version yet. Publish one.")
+        with self._shelf.holding(newest.version) as holding:
+            data = version_yaml(version=newest.version, step=holding.manifest.step)
+        return Reply(200, (data,), len(data), {"Content-Type": "application/yaml"})
 
     def versions(self, _request: Request, _stack: ExitStack) -> Reply:
         """Everything that there is."""
@@ -89,7 +98,9 @@ class FileRoutes:
         name = request.path["file"]
         nbytes = _size(holding, name)
         tag = file_tag(holding.manifest, name)
-        headers = {"ETag": tag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        if tag:
+            headers["ETag"] = tag
         if not names_tag(request.headers.get("if-match", tag), tag, weak=False):
             message = f"{name} of version {holding.manifest.version} is not {request.headers['if-match'][:200]} but {tag}."
             return failure(412, "conflict", message, {"ETag": tag})
@@ -102,29 +113,18 @@ class FileRoutes:
             return failure(416, "invalid_input", message, {"Content-Range": f"bytes */{nbytes}", "ETag": tag})
         if asked is not None:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
-        body: Generator[Block, None, None] | tuple[()] = ()
+        body: Iterator[Block] | tuple[()] = ()
         if request.method == "GET":
-            first = self._sendable(holding, name, start, min(start + BLOCK_NBYTES, stop))  # a problem becomes a status
-            body = self._blocks(holding, name, start, stop, first)
+            blocks = self._blocks(holding, name, start, stop)
+            first = next(blocks, None)  # a problem becomes a status
+            body = blocks if first is None else chain((first,), blocks)
+            stack.callback(blocks.close)
         return Reply(206 if asked is not None else 200, body, stop - start, headers)
 
-    def digests(self, request: Request, stack: ExitStack) -> Reply:
-        """The digests of the pieces of a file."""
-        holding = stack.enter_context(self._shelf.holding(request.path["version"]))
-        name = request.path["file"]
-        _size(holding, name)
-        found = self._digester.digests(holding, name, deadline=request.deadline)
-        return Reply.message(found, headers={"ETag": file_tag(holding.manifest, name)})
-
-    def _blocks(
-        self, holding: Holding, name: str, start: int, stop: int, first: Sequence[Block]
-    ) -> Generator[Block, None, None]:
-        yield from first
-        for at in range(start + BLOCK_NBYTES, stop, BLOCK_NBYTES):
-            yield from self._sendable(holding, name, at, min(at + BLOCK_NBYTES, stop))
-
-    def _sendable(self, holding: Holding, name: str, start: int, stop: int) -> Sequence[Block]:
-        return holding.sendable(name, start, stop, deadline=Deadline.after(BLOCK_WAIT_S, cancelled=self._closing))
+    def _blocks(self, holding: Holding, name: str, start: int, stop: int) -> Generator[Block, None, None]:
+        for at in range(start, stop, BLOCK_NBYTES):
+            deadline = Deadline.after(BLOCK_WAIT_S, cancelled=self._closing)
+            yield from holding.sendable(name, at, min(at + BLOCK_NBYTES, stop), deadline=deadline)
 
 
 def _size(holding: Holding, name: str) -> int:

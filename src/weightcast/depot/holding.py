@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import FileRange
-from weightcast.tensors.boxes import Box
-from weightcast.tensors.flat import Array
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest
 
@@ -18,10 +16,6 @@ class Holding(Protocol):
     """One version that can be read. It stays as it is while it is held, whatever happens to the shelf."""
 
     manifest: Manifest
-
-    @property
-    def in_files(self) -> bool:
-        """Whether the bytes lie in files, so that each range is read when it is asked for."""
 
     @property
     def encoded(self) -> bytes:
@@ -37,14 +31,9 @@ class Holding(Protocol):
         Raises `NotFound` for a file that is not of the version, `InvalidInput` for a range that it does not have.
         """
 
-    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Sequence[memoryview | FileRange]:
-        """The same bytes for a socket: those in files are not read. Raises what `views` does."""
-
-    def tensor(self, name: str) -> tuple[Box, Array]:
-        """What is held of a tensor: the whole of it, or one box if several publishers share a version. Where it lies in
-        memory, or read from its file.
-
-        Raises `NotFound` if nothing is, and for a delta: then the state that it leads to must be worked out.
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Iterable[memoryview | FileRange]:
+        """The same bytes for a socket, those that are there as soon as they are. Files are not read. Raises what `views`
+        does.
         """
 
 

@@ -216,7 +216,7 @@ class Mirror:
                     "mirrored. Let receivers fetch it from those."
                 )
             chain.insert(0, manifest)
-            if manifest.base is None:
+            if manifest.kind == "full" or manifest.base is None:
                 break
             version, root = manifest.base.version, manifest.base.root_digest
             if any(version == later.version for later in chain):

@@ -12,7 +12,7 @@ from typing import Protocol
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import AccessRefused, InvalidInput, NotFound, SourceFailed, WeightcastError
-from weightcast.wire.depot import Catalogue, Newest, PieceDigests
+from weightcast.wire.depot import Catalogue, Newest
 from weightcast.wire.manifest import Manifest
 
 log = logs.get(__name__)
@@ -75,9 +75,6 @@ class Source(Protocol):
         self, manifest: Manifest, file: str, start: int, stop: int, *, deadline: Deadline
     ) -> AbstractContextManager[Incoming]:
         """A range of a file, to be received."""
-
-    def piece_digests(self, manifest: Manifest, file: str, *, deadline: Deadline) -> PieceDigests:
-        """The digests of the pieces of a file."""
 
     def close(self) -> None:
         """Hang up."""

@@ -115,13 +115,14 @@ def _memories(holding: Holding, query: GrantQuery, deadline: Deadline) -> dict[s
             f"version {manifest.version} has root digest {manifest.root_digest} here, and {query.root_digest} was asked "
             "for. Nothing was changed."
         )
-    files = manifest.parts if manifest.payload is None else (manifest.payload,)
+    small = {file.file for file in manifest.files}
     return {
-        entry.file: [
+        file: [
             memoryview(_mapped(block))[block.start : block.stop] if isinstance(block, FileRange) else block
-            for block in holding.sendable(entry.file, 0, entry.nbytes, deadline=deadline)
+            for block in holding.sendable(file, 0, nbytes, deadline=deadline)
         ]
-        for entry in files
+        for file, nbytes in holding.files.items()
+        if file not in small
     }
 
 

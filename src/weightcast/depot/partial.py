@@ -1,31 +1,28 @@
-"""A version on its way into a store: read by others while it comes, proved when it is whole, and sealed then."""
+"""A version on its way into a store: read by others while it comes, and sealed when it is whole."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import FileRange
 from weightcast.depot.partial_file import PartialFile, check_room, remove_strays
-from weightcast.depot.partial_pieces import Piece, Pieces, Run, check_digests
-from weightcast.depot.partial_proof import FileProof, Wrong, files_of, stretches_of
+from weightcast.depot.partial_pieces import Piece, Pieces, Run
 from weightcast.errors import InvalidInput, ManifestCorrupt, NotFound, SourceFailed, WeightcastError
 from weightcast.store import layout
 from weightcast.store.files import make_dir, remove_file, replace_synced, sync_dir
 from weightcast.store.version_file import put_back_version_file, raw_version_file, write_version_file
-from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import DEFAULT, algorithm_of, bytes_digest
-from weightcast.tensors.flat import Array, from_bytes
-from weightcast.wire.depot import Offer, PieceDigests
+from weightcast.tensors.digest import Hasher, algorithm_of
+from weightcast.tensors.flat import BLOCK_NBYTES
+from weightcast.wire.depot import Offer
 from weightcast.wire.manifest import Manifest, decode_manifest, encode_manifest
 
 log = logs.get(__name__)
 
-TENSOR_WAIT_S = 60.0  # a tensor is asked for without a deadline
 _LOOK_S = 0.3  # how late a reader that waits notices that it was cancelled
 
 
@@ -36,18 +33,13 @@ class PartialVersion:
     Whoever fetches takes pieces and says what came; a piece can be read by others as soon as it has its digest.
     """
 
-    in_files = True
-
     def __init__(self, store: Path, manifest: Manifest) -> None:
         self.manifest, self.encoded = manifest, encode_manifest(manifest)
-        self.files: Mapping[str, int] = files_of(manifest)
+        self.files: Mapping[str, int] = {file: entry.nbytes for file, entry in manifest.listed_files.items()}
         self._store, self._directory = store, layout.version_dir(store, manifest.version)
         self._changed = threading.Condition()
-        self._pieces = Pieces(self.files)
+        self._pieces = Pieces(manifest)
         self._opened: dict[str, PartialFile] = {}
-        self._stretches = stretches_of(manifest)
-        self._proofs: dict[str, FileProof] = {}
-        self._proving = threading.Lock()
         self._error: WeightcastError | None = None
         self.complete = False
 
@@ -62,7 +54,6 @@ class PartialVersion:
         remove_strays(self._directory, set(self.files))
         for name, nbytes in self.files.items():
             self._opened[name] = PartialFile(self._directory / name, nbytes)
-            self._begin_proof(name)
         check_room(self._directory, self._opened.values())
         with self._changed:
             self._changed.notify_all()
@@ -88,92 +79,67 @@ class PartialVersion:
         """The bytes of a range, read once they are there. Raises `SourceFailed` if the version is given up."""
         return [block.read() for block in self.sendable(file, start, stop, deadline=deadline)]
 
-    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> list[FileRange]:
-        """The range of the file, once it is there. Raises `SourceFailed` if the version is given up."""
+    def sendable(self, file: str, start: int, stop: int, *, deadline: Deadline) -> Iterator[FileRange]:
+        """The range of the file, as its pieces come. Raises `SourceFailed` if the version is given up."""
         if not 0 <= start <= stop <= self._size(file):
             raise InvalidInput(
                 f"{file} of version {self.manifest.version} has {self.files[file]} bytes: no {start} to {stop}."
             )
-        self._wait(lambda: file in self._opened and self._pieces.there(file, start, stop), file, deadline)
-        return [self._opened[file].range(start, stop)] if stop > start else []
-
-    def piece_digests(self, file: str, *, deadline: Deadline) -> PieceDigests:
-        """What the source says that the digests of a file's pieces are."""
-        if self._size(file) == 0:
-            return PieceDigests(self.manifest.algorithm or DEFAULT, 1, ())
-        self._wait(lambda: file in self._pieces.digests, file, deadline)
-        return self._pieces.digests[file]
-
-    def tensor(self, name: str) -> tuple[Box, Array]:
-        """A tensor of a full version, once it is there."""
-        entry = self.manifest.by_name().get(name) if self.manifest.parts else None
-        if entry is None:
-            raise NotFound(f"version {self.manifest.version} has no tensor {name[:200]!r} that lies here.")
-        file = self.manifest.parts[entry.part].file
-        stop = entry.offset + entry.nbytes
-        views = self.views(file, entry.offset, stop, deadline=Deadline.after(TENSOR_WAIT_S))
-        return Box.whole(entry.shape), from_bytes(views[0] if views else b"", entry.spec)
+        while start < stop:
+            reach = self._wait(file, start, stop, deadline)
+            yield self._opened[file].range(start, reach)
+            start = reach
 
     def _size(self, file: str) -> int:
         if file not in self.files:
             raise NotFound(f"version {self.manifest.version} has no file {file[:200]!r}: it has {', '.join(self.files)}.")
         return self.files[file]
 
-    def _wait(self, ready: Callable[[], bool], file: str, deadline: Deadline) -> None:
+    def _wait(self, file: str, start: int, stop: int, deadline: Deadline) -> int:
+        """Wait until the first bytes of a range are there; up to where they are."""
         with self._changed:
             while True:
                 if self._error is not None:
                     raise SourceFailed(
                         f"version {self.manifest.version} was given up on its way here: {self._error}"
                     ) from self._error
-                if ready():
-                    return
+                reach = self._pieces.reach(file, start, stop) if file in self._opened else start
+                if reach > start:
+                    return reach
                 deadline.check(f"waiting for {file} of version {self.manifest.version}, which is on its way here,")
                 self._changed.wait(min(_LOOK_S, deadline.remaining()))
 
     # -- fetching --------------------------------------------------------------------------------------------------------
 
-    def expect(self, file: str, digests: PieceDigests) -> None:
-        """The digests that a file's pieces must have. Pieces that an earlier try left and that have them are there.
-
-        Other digests than before are for when nothing is being fetched: the file is proved anew.
-        """
-        check_digests(file, self.files[file], digests)
-        opened, right = self._opened[file], set()
-        if opened.existed or file in self._pieces.digests:
-            for index, digest in enumerate(digests.digests):
-                start = index * digests.piece_nbytes
-                stop = min(start + digests.piece_nbytes, opened.nbytes)
-                if bytes_digest(opened.range(start, stop).read(), algorithm_of(digest)) == digest:
-                    right.add(index)
-        self._begin_proof(file)  # not under the other lock: `_advance` takes the two in the other order
-        with self._changed:
-            for piece in self._pieces.expect(file, digests):
-                if piece.index in right:
+    def resume(self) -> None:
+        """Find the pieces that an earlier try left. Those of a file can be taken as soon as it was looked at."""
+        for file in self.files:
+            opened = self._opened[file]
+            right = [piece for piece in self._pieces.of(file) if _is_right(opened, piece)] if opened.existed else []
+            with self._changed:
+                for piece in right:
                     self._pieces.right(piece)
-            self._changed.notify_all()
+                self._pieces.begin(file)
+                self._changed.notify_all()
 
-    def take(self, choose: Callable[[Piece], int | None], *, most: int = 1) -> Run | None:
+    def take(self, choose: Callable[[Piece], int | None], *, most_nbytes: int = 0) -> Run | None:
         """What to fetch next and from where, if there is anything that can be; see `Pieces.take`."""
         with self._changed:
-            return self._pieces.take(choose, most=most)
+            return self._pieces.take(choose, most_nbytes=most_nbytes)
 
-    def came(self, piece: Piece, data: memoryview, source: int) -> bool:
-        """A piece came: whether it is right. Then it is written, and others can have it.
+    def write(self, file: str, start: int, data: memoryview) -> None:
+        """Bytes of a piece that was taken came. Raises `StorageFailed` if there is no room for them."""
+        self._opened[file].write(start, data)
 
-        Raises `StorageFailed` if there is no room for it.
-        """
-        right = bytes_digest(data, algorithm_of(piece.digest)) == piece.digest
-        if right:
-            self._opened[piece.file].write(piece.start, data)
+    def came(self, piece: Piece, digest: str, source: int) -> bool:
+        """A piece was written, and its bytes have this digest: whether it is right. Then others can have it."""
+        right = digest == piece.digest
         with self._changed:
             if right:
                 self._pieces.right(piece)
             else:
                 self._pieces.wrong(piece, source)
             self._changed.notify_all()
-        if right:
-            self._advance(piece.file)
         return right
 
     def dropped(self, pieces: Sequence[Piece]) -> None:
@@ -188,7 +154,7 @@ class PartialVersion:
             self._changed.wait(seconds)
 
     def missing(self) -> list[Piece]:
-        """What is not there, of the files whose digests are known."""
+        """What is not there, of the files that were looked at."""
         with self._changed:
             return self._pieces.missing()
 
@@ -215,33 +181,7 @@ class PartialVersion:
         for file in self._opened.values():
             file.close()
 
-    # -- proving and sealing ---------------------------------------------------------------------------------------------
-
-    def _begin_proof(self, file: str) -> None:
-        opened = self._opened[file]
-        with self._proving:
-            self._proofs[file] = FileProof(
-                self._stretches[file],
-                lambda start, stop: opened.range(start, stop).read(),
-                self.manifest.algorithm or DEFAULT,
-            )
-
-    def _advance(self, file: str) -> None:
-        """Take the digests of what has come so far, unless another thread is just doing it."""
-        if self._proving.acquire(blocking=False):
-            try:
-                with self._changed:
-                    front = self._pieces.front(file)
-                self._proofs[file].advance(front)
-            finally:
-                self._proving.release()
-
-    def prove(self) -> dict[str, list[Wrong]]:
-        """Compare everything with the manifest, once it is whole: what is wrong in which file. Most was hashed before."""
-        with self._proving:
-            for file, nbytes in self.files.items():
-                self._proofs[file].advance(nbytes)
-            return {file: proof.wrong for file, proof in self._proofs.items() if proof.wrong or not proof.done}
+    # -- sealing ---------------------------------------------------------------------------------------------------------
 
     def seal(self, *, newest: bool) -> None:
         """Make it a version of the store, whole and on the medium, and the newest one if it is. The store is as before if
@@ -263,3 +203,10 @@ class PartialVersion:
         self.complete = True
         self.close()
         log.debug("version sealed", version=manifest.version, store=self._store, ms=logs.ms(time.monotonic() - began))
+
+
+def _is_right(file: PartialFile, piece: Piece) -> bool:
+    hasher = Hasher(algorithm_of(piece.digest))
+    for start in range(piece.start, piece.stop, BLOCK_NBYTES):
+        hasher.update(file.range(start, min(start + BLOCK_NBYTES, piece.stop)).read())
+    return hasher.digest() == piece.digest

@@ -31,8 +31,6 @@ from weightcast.store.byte_file import ByteFile, PooledFile
 from weightcast.store.catalog import Catalog
 from weightcast.store.files import read_small
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
-from weightcast.tensors.boxes import Box
-from weightcast.tensors.flat import Array, empty, from_bytes
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
 
@@ -48,12 +46,6 @@ _TURN_S = 1.0  # how often unread versions are closed
 Stamp = tuple[int, int, int]  # what changes whenever a file is replaced
 
 
-def files_of(manifest: Manifest) -> dict[str, int]:
-    """The files that a version is made of, and their sizes."""
-    files = {part.file: part.nbytes for part in manifest.parts} | {file.file: file.nbytes for file in manifest.files}
-    return files if manifest.payload is None else {**files, manifest.payload.file: manifest.payload.nbytes}
-
-
 class StoredVersion:
     """A holding whose bytes are read from the files of a store, or sent from them.
 
@@ -61,13 +53,10 @@ class StoredVersion:
     open. The size of a file is compared with the manifest when it is opened and before each block is given out.
     """
 
-    in_files = True
-
     def __init__(self, directory: Path, manifest: Manifest, encoded: bytes) -> None:
         self.manifest = manifest
         self._encoded = encoded
-        self._sizes = files_of(manifest)
-        self._entries = manifest.by_name()
+        self._sizes = {file: entry.nbytes for file, entry in manifest.listed_files.items()}
         self._files = {file: _opened(directory / file, nbytes) for file, nbytes in self._sizes.items() if nbytes}
 
     def take_over(self, before: StoredVersion) -> None:
@@ -98,20 +87,6 @@ class StoredVersion:
         if not 0 <= start <= stop <= nbytes:
             raise InvalidInput(f"{file} of version {self.manifest.version} has {nbytes} bytes: not {start} to {stop}.")
         return [FileRange(_checked(self._files[file].opened(), nbytes), start, stop)] if start < stop else []
-
-    def tensor(self, name: str) -> tuple[Box, Array]:
-        """A tensor of a full version, read into fresh memory."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise NotFound(f"version {self.manifest.version} has no tensor {name!r}.")
-        if self.manifest.kind != "full":
-            raise NotFound(f"version {self.manifest.version} is a delta: its tensors do not lie here.")
-        box = Box.whole(entry.shape)
-        if entry.nbytes == 0:
-            return box, empty(entry.spec)
-        file = self.manifest.parts[entry.part].file
-        (view,) = self.views(file, entry.offset, entry.offset + entry.nbytes, deadline=Deadline.after(0))
-        return box, from_bytes(view, entry.spec)
 
 
 def _opened(path: Path, nbytes: int) -> PooledFile:

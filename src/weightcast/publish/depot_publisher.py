@@ -16,16 +16,16 @@ from weightcast.clock import Deadline
 from weightcast.depot.exchange import Reply, Request, Route
 from weightcast.depot.leases import Lease, Leases
 from weightcast.depot.nixl_export import NixlExport
-from weightcast.depot.questions import Questions
 from weightcast.depot.server import Depot, listening_host
 from weightcast.errors import Conflict, InvalidInput, VersionExists, WrongState
-from weightcast.publish.drafting import Draft, Release, drafted
+from weightcast.publish.drafting import Draft, Filled, Release, drafted
 from weightcast.publish.filling import fill
-from weightcast.publish.lending import LentHolding, hashed
+from weightcast.publish.lending import LentHolding, hashed, part_pieces
 from weightcast.publish.memory_shelf import MemoryHolding, MemoryShelf, current_reader
 from weightcast.publish.publication import Publication
 from weightcast.publish.shares import given
 from weightcast.store.acks import Acks
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.version_file import step_of
 from weightcast.store.writer import HasStateDict, PublishAs
 from weightcast.tensors.digest import DEFAULT, Algorithm
@@ -43,6 +43,7 @@ log = logs.get(__name__)
 
 TIMEOUT_S = 120.0
 HOLD_S = 60.0
+DELTAS = DeltaPolicy()
 
 
 class DepotPublisher:
@@ -62,7 +63,8 @@ class DepotPublisher:
     every update that read it is acknowledged. One that still reads has `hold_s` seconds, and is then cut off. `threads` copy
     and hash. With a `token`, receivers must show it; with `tls`, they must speak TLS. With `nixl`, receivers that open
     `nixl://` read the memory themselves, through a port of UCX at the same address, and the trainer can `lend` them its
-    tensors.
+    tensors. Beside a version lie its changes since the one before, where they are few; with `deltas` None they are not
+    looked for. What several ranks share is a delta only if all of them hold the version before.
 
     One thread at a time may publish. Nothing of this is needed in children of a fork.
     """
@@ -79,6 +81,7 @@ class DepotPublisher:
         threads: int = 2,
         hold_s: float = HOLD_S,
         nixl: bool = False,
+        deltas: DeltaPolicy | None = DELTAS,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
@@ -87,14 +90,15 @@ class DepotPublisher:
         self._rank, self._ranks, self._threads = rank, ranks, threads
         self._publishing = threading.Lock()
         self._sequence = 0
+        self._deltas = deltas
+        self._last: Filled | None = None  # the version before, while its memory has it
         self._told = _Told()
         self._shelf = MemoryShelf(slots=slots, hold_s=hold_s, where=f"the memory of trainer rank {rank}")
         self._leases = Leases(Agents(nic=device_at(listening_host(listen)))) if nixl else None
-        questions = Questions(self._shelf, None)
-        routes = [*questions.routes(), Route("GET", f"{PREFIX}/versions/{{version}}/share", _Shares(self._shelf).answer)]
+        routes = [Route("GET", f"{PREFIX}/versions/{{version}}/share", _Shares(self._shelf).answer)]
         routes += NixlExport.refusals() if self._leases is None else NixlExport(self._shelf, self._leases).routes()
         acks = _NotingAcks(self._told, self._shelf)
-        self._depot = Depot(questions.shelf, listen, token=token, tls=tls, acks=acks, routes=routes)
+        self._depot = Depot(self._shelf, listen, token=token, tls=tls, acks=acks, routes=routes)
         self.url = self._depot.url
         self._end = weakref.finalize(self, _close, self._depot, self._shelf, self._leases, os.getpid())
 
@@ -117,6 +121,7 @@ class DepotPublisher:
         dtype: str | None = None,
         keep_dtype: Sequence[str] = (),
         strip_wrappers: bool = False,
+        finite: bool = False,
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
         algorithm: Algorithm = DEFAULT,
@@ -126,7 +131,7 @@ class DepotPublisher:
 
         It waits for receivers that still read the version whose memory this one takes: the last but one. If it fails, that
         version is gone and the newest is as before. What it gives back tells which receivers serve the version.
-        `dtype`, `keep_dtype` and `strip_wrappers` are those of `Store.publish`; all ranks must give the same.
+        `dtype`, `keep_dtype`, `strip_wrappers` and `finite` are those of `Store.publish`; all ranks must give the same.
         """
         form = PublishAs.of(dtype, keep_dtype, strip_wrappers=strip_wrappers)
         deadline, began = Deadline.after(timeout), time.monotonic()
@@ -136,12 +141,18 @@ class DepotPublisher:
             try:
                 digests = fill(
                     HostDevice(), slot.memory, draft.targets(), draft.tensors(),
-                    algorithm=algorithm, threads=self._threads, deadline=deadline, boxes=draft.boxes(),
+                    algorithm=algorithm if self._ranks == 1 else None, threads=self._threads, deadline=deadline,
+                    boxes=draft.boxes(), finite=finite,
                 )  # fmt: skip
-                held = draft.sealed(slot.memory.bytes, digests, self._release(version, step, metadata))
+                changes, before = None, self._last if self._last is not None and self._last.held.readable else None
+                if before is not None and self._deltas is not None:
+                    changes = draft.changes_since(before, slot.memory.bytes, digests, self._deltas)
+                release = self._release(version, step, metadata)
+                held = draft.sealed(slot.memory.bytes, digests, release, self._threads, changes)
                 publication = Publication(held.manifest, time.monotonic() - began, self._told.changed)
                 self._told.expect(publication)
                 self._shelf.put(slot, held)
+                self._last = Filled(draft, slot.memory.bytes, digests, held)
             except BaseException:
                 self._shelf.give_back(slot)
                 raise
@@ -152,6 +163,7 @@ class DepotPublisher:
             rank=self._rank,
             tensors=len(draft.own),
             nbytes=draft.nbytes,
+            delta_nbytes=held.manifest.payload_nbytes,
             ms=logs.ms(publication.copy_s),
             url=self.url,
         )
@@ -186,7 +198,12 @@ class DepotPublisher:
                 draft.tensors(), algorithm=algorithm, threads=self._threads, deadline=deadline,
                 summed_as=summed_names(draft.tied),
             )  # fmt: skip
-            files = draft.files(digests, self._release(version, step, metadata))
+            headers = draft.headers()
+            pieces = [
+                part_pieces(part, header, draft.tensors(), algorithm)
+                for part, header in zip(draft.parts, headers, strict=True)
+            ]
+            files = draft.files(digests, self._release(version, step, metadata), headers, pieces)
             lease = self._leases.lend(version, files.manifest, draft.tensors(), seconds)
             self._shelf.lend(LentHolding(files, draft, lease))
         return lease

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_spec
 from typing import NamedTuple
@@ -11,18 +12,30 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from weightcast.errors import InvalidInput
+from weightcast.publish.changes import Compared, packed_changes
 from weightcast.publish.memory_parts import MemoryPart, in_a_row, in_memory, part_files, parts_for
 from weightcast.publish.memory_shelf import MemoryHolding
 from weightcast.publish.shares import Given
 from weightcast.store import layout
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.writer import index_of
 from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import Algorithm, bytes_digest
-from weightcast.tensors.flat import Bytes
+from weightcast.tensors.digest import PIECE_NBYTES, Algorithm, piece_digests
+from weightcast.tensors.flat import Array, Bytes
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Digests, box_sum
-from weightcast.wire.manifest import BoxEntry, FileEntry, Manifest, TensorEntry, compute_root, entry_of, summed_names
-from weightcast.wire.shares import Share, ShareEntry, share_root
+from weightcast.wire.manifest import (
+    BaseRef,
+    Manifest,
+    PayloadEntry,
+    ShareFile,
+    TensorEntry,
+    compute_root,
+    entry_of,
+    file_entry,
+    summed_names,
+)
+from weightcast.wire.shares import Share, ShareEntry, share_file, share_root
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,23 @@ class Files(NamedTuple):
     manifest: Manifest
     headers: Sequence[bytes]
     small: Mapping[str, bytes]
+
+
+class ChangesSince(NamedTuple):
+    """The changes since a version that the publisher holds too, and what a manifest says of them."""
+
+    base: BaseRef
+    payload: PayloadEntry
+    data: bytes
+
+
+class Filled(NamedTuple):
+    """A version that lies in memory: where everything lies, and its sums."""
+
+    draft: Draft
+    memory: Bytes
+    digests: Mapping[str, Digests]
+    held: MemoryHolding
 
 
 @dataclass(frozen=True)
@@ -77,24 +107,84 @@ class Draft:
         """The whole tensors, and which box of each is here."""
         return {name: (one.spec, one.box) for name, one in self.own.items()}
 
-    def sealed(self, memory: Bytes, digests: Mapping[str, Digests], release: Release) -> MemoryHolding:
-        """The version, now that everything was copied."""
-        boxes = {name: (one.box, self.places[name]) for name, one in self.own.items()}
+    def sealed(
+        self,
+        memory: Bytes,
+        digests: Mapping[str, Digests],
+        release: Release,
+        threads: int,
+        changes: ChangesSince | None = None,
+    ) -> MemoryHolding:
+        """The version, now that everything was copied. `threads` hash the pieces of its files."""
+        payloads = () if changes is None else (changes.payload,)
+        beside = {} if changes is None else {changes.payload.file: changes.data}
         if self.ranks > 1:
-            share = self._share(memory, release, digests)
-            manifest = _as_share(self._manifest(release, digests), share)
-            return MemoryHolding(manifest, memory, boxes, share=share)
-        files = self.files(digests, release)
-        for part, header in zip(self.parts, files.headers, strict=True):
+            pieces = _hashed(memory[: self.memory_nbytes], self.algorithm, threads)
+            share = self._share(memory, release, digests, pieces)
+            share = replace(share, base=changes.base if changes else None, payloads=payloads)
+            manifest = replace(
+                self._manifest(release, digests),
+                root_digest=share.root_digest,
+                shares=(ShareFile(file=share_file(self.rank), nbytes=share.nbytes, pieces=pieces),),
+                payloads=payloads,
+            )  # what is known of the version here; it never leaves the process
+            parts = {share_file(self.rank): (0, share.nbytes)}
+            return MemoryHolding(manifest, memory, parts, self.nbytes, share=share, small=beside)
+        headers = self.headers()
+        for part, header in zip(self.parts, headers, strict=True):
             memory[part.at : part.at + len(header)].data[:] = header
-        return MemoryHolding(files.manifest, memory, boxes, parts=part_files(self.parts), small=files.small)
+        pieces_of = [_hashed(memory[one.at : one.at + one.nbytes], self.algorithm, threads) for one in self.parts]
+        files = self.files(digests, release, headers, pieces_of)
+        manifest = replace(files.manifest, base=changes.base if changes else None, payloads=payloads)
+        return MemoryHolding(manifest, memory, part_files(self.parts), self.nbytes, small={**files.small, **beside})
 
-    def files(self, digests: Mapping[str, Digests], release: Release) -> Files:
+    def changes_since(
+        self, before: Filled, memory: Bytes, digests: Mapping[str, Digests], policy: DeltaPolicy
+    ) -> ChangesSince | None:
+        """What changed since a version that lies in another memory; None if that is another model, or it does not pay."""
+        old = before.draft
+        layout_of = [[(name, one.spec, one.box) for name, one in draft.own.items()] for draft in (self, old)]
+        if layout_of[0] != layout_of[1] or self.tied != old.tied or (self.rank, self.ranks) != (old.rank, old.ranks):
+            return None
+        summed_as = summed_names(self.tied) if self.ranks == 1 else {}
+        compared = [
+            Compared(
+                one.spec,
+                replace_spec(one.spec, name=summed_as.get(name, name)),
+                one.box,
+                old.array(name, before.memory),
+                self.array(name, memory),
+                before.digests[name].sum,
+                digests[name].sum,
+            )
+            for name, one in self.own.items()
+            if one.held.nbytes
+        ]
+        packed = packed_changes(self.version, compared, policy, most_nbytes=self.nbytes // 2)
+        if packed is None:
+            return None
+        sums = {name: one.sum for name, one in before.digests.items()} | before.held.tied_sums if self.ranks > 1 else {}
+        base = BaseRef(version=old.version, root_digest=before.held.manifest.root_digest, sums=sums)
+        payload = packed.entry(layout.payload_name(self.rank + 1), self.algorithm, part=self.rank)
+        return ChangesSince(base, payload, packed.data)
+
+    def array(self, name: str, memory: Bytes) -> Array:
+        """A tensor, or the box that is here of it, in a memory that this was copied to."""
+        one, at = self.own[name], self.places[name]
+        return memory[at : at + one.held.nbytes].view(one.spec.dtype.numpy).reshape(one.box.shape)
+
+    def headers(self) -> list[bytes]:
+        """The headers of the parts."""
+        return [part.header(file) for part, file in zip(self.parts, part_files(self.parts), strict=True)]
+
+    def files(
+        self, digests: Mapping[str, Digests], release: Release, headers: Sequence[bytes], pieces: Sequence[bytes]
+    ) -> Files:
         """A version that is not shared, as the files that a store would have."""
         names, summed_as = list(part_files(self.parts)), summed_names(self.tied)
-        headers = [part.header(file) for part, file in zip(self.parts, names, strict=True)]
         parts = tuple(
-            part.entry(file, header, self.algorithm) for part, file, header in zip(self.parts, names, headers, strict=True)
+            part.entry(file, header, self.algorithm, own)
+            for part, file, header, own in zip(self.parts, names, headers, pieces, strict=True)
         )
         places = {place.spec.name: (number, place) for number, part in enumerate(self.parts) for place in part.places}
         entries = tuple(
@@ -108,12 +198,11 @@ class Draft:
             for name, one in self.own.items()
         )
         index = index_of(parts, entries)
-        listed = FileEntry(file=layout.INDEX, nbytes=len(index), digest=bytes_digest(index, self.algorithm))
         manifest = replace(
             self._manifest(release, digests),
             parts=parts,
             tensors=entries,
-            files=(listed,),
+            files=(file_entry(layout.INDEX, index, self.algorithm),),
             root_digest=compute_root(entries, self.algorithm),
         )
         return Files(manifest, headers, {layout.INDEX: index})
@@ -132,16 +221,17 @@ class Draft:
             tensors=tuple(entry_of(one.spec, digests=digests[name]) for name, one in self.own.items()),
             tied=dict(self.tied),
             metadata=dict(release.metadata),
+            piece_nbytes=PIECE_NBYTES,
         )
 
-    def _share(self, memory: Bytes, release: Release, digests: Mapping[str, Digests]) -> Share:
+    def _share(self, memory: Bytes, release: Release, digests: Mapping[str, Digests], pieces: bytes) -> Share:
         entries = tuple(
             ShareEntry(
                 name=name,
                 dtype=one.spec.dtype,
                 shape=one.spec.shape,
                 box=one.box,
-                digest=digests[name].digest,
+                offset=self.places[name],
                 sum=digests[name].sum,
             )
             for name, one in self.own.items()
@@ -156,6 +246,9 @@ class Draft:
             algorithm=self.algorithm,
             root_digest=share_root(entries, self.algorithm),
             entries=entries,
+            nbytes=self.memory_nbytes,
+            pieces=pieces,
+            piece_nbytes=PIECE_NBYTES,
             tied=dict(self.tied),
             metadata=dict(release.metadata),
             tied_sums={name: self._sum_as(name, holder, memory) for name, holder in self.tied.items()},
@@ -163,20 +256,16 @@ class Draft:
 
     def _sum_as(self, name: str, holder: str, memory: Bytes) -> str:
         """What a box adds to the sum of its tensor under another name."""
-        one, at = self.own[holder], self.places[holder]
-        array = memory[at : at + one.held.nbytes].view(one.spec.dtype.numpy).reshape(one.box.shape)
-        return str(box_sum(replace_spec(one.spec, name=name), one.box, array))
+        one = self.own[holder]
+        return str(box_sum(replace_spec(one.spec, name=name), one.box, self.array(holder, memory)))
 
 
-def _as_share(manifest: Manifest, share: Share) -> Manifest:
-    """What is known of a version here: the boxes of one rank. It never leaves the process."""
-    boxes = {entry.name: (_box_entry(entry, share.rank),) for entry in share.entries}
-    return replace(manifest, root_digest=share.root_digest, boxes=boxes)
-
-
-def _box_entry(entry: ShareEntry, rank: int) -> BoxEntry:
-    box = entry.box
-    return BoxEntry(start=box.start, shape=box.shape, digest=entry.digest, ranks=(rank,), sum=entry.sum)
+def _hashed(memory: Bytes, algorithm: Algorithm, threads: int) -> bytes:
+    """The digests of the pieces of a file that lies in memory."""
+    step = -(-len(memory) // (threads * PIECE_NBYTES)) * PIECE_NBYTES
+    stretches = [memory[start : start + step].data for start in range(0, len(memory), step or 1)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="publish") as pool:
+        return b"".join(pool.map(lambda data: piece_digests(data, algorithm), stretches))
 
 
 def drafted(

@@ -11,6 +11,7 @@ import numpy as np
 from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm
+from weightcast.tensors.lanes import check_finite
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Digests, TensorHasher, box_sum
 from weightcast.transports.ipc.device import Device, Memory
@@ -34,10 +35,12 @@ def fill(
     threads: int,
     deadline: Deadline,
     boxes: Mapping[str, tuple[TensorSpec, Box]] | None = None,
+    finite: bool = False,
 ) -> dict[str, Digests]:
     """Copy every tensor to the place that its entry names; gives their digests. The tensors may change afterwards.
 
-    `boxes` are those of tensors that are not here whole. Without an algorithm the digests are sums alone.
+    `boxes` are those of tensors that are not here whole. Without an algorithm the digests are sums alone. With `finite`,
+    `InvalidInput` is raised for a NaN or an infinity.
     """
 
     largest_first = deque(sorted(entries, key=lambda entry: entry.nbytes, reverse=True))
@@ -51,7 +54,9 @@ def fill(
                 return
             try:
                 box = (boxes or {}).get(entry.name)
-                digests[entry.name] = _copied(device, memory, entry, tensors[entry.name], algorithm, deadline, box)
+                digests[entry.name] = _copied(
+                    device, memory, entry, tensors[entry.name], algorithm, deadline, box, finite=finite
+                )
             except BaseException:
                 largest_first.clear()  # nor for the others
                 raise
@@ -71,11 +76,16 @@ def _copied(
     algorithm: Algorithm | None,
     deadline: Deadline,
     box: tuple[TensorSpec, Box] | None,
+    *,
+    finite: bool,
 ) -> Digests:
     hasher, at = TensorHasher(entry.sum_spec, algorithm), entry.offset
     for block in device.blocks(entry.name, tensor):
         device.copy(block, memory, at)
-        hasher.update(device.read(memory, at, at + block.nbytes))
+        copied = device.read(memory, at, at + block.nbytes)
+        if finite:
+            check_finite(entry.spec, np.frombuffer(copied, dtype=np.uint8))
+        hasher.update(copied)
         at += block.nbytes
         deadline.check(f"copying {entry.name} into shared memory")
     digests = hasher.finish()

@@ -13,10 +13,9 @@ from weightcast.depot.leases import Lease
 from weightcast.errors import Conflict, InvalidInput, NotFound
 from weightcast.publish.drafting import Draft, Files
 from weightcast.publish.memory_parts import MemoryPart, part_files
-from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import host_array, spec_of
-from weightcast.tensors.digest import Algorithm
-from weightcast.tensors.flat import Array, byte_blocks, flat_bytes
+from weightcast.tensors.digest import Algorithm, PieceHasher
+from weightcast.tensors.flat import byte_blocks, flat_bytes
 from weightcast.tensors.sums import Digests, TensorHasher
 from weightcast.wire.manifest import encode_manifest
 
@@ -47,15 +46,20 @@ def hashed(
     return digests
 
 
-class LentHolding:
-    """A version that is lent. Its parts are made up: a header, and then the tensors' own memory.
+def part_pieces(part: MemoryPart, header: bytes, tensors: Mapping[str, object], algorithm: Algorithm) -> bytes:
+    """The digests of the pieces of a part whose tensors lie elsewhere."""
+    hasher = PieceHasher(algorithm)
+    hasher.update(header)
+    for place in part.places:
+        for block in byte_blocks(host_array(place.spec.name, tensors[place.spec.name])):
+            hasher.update(block.data)
+    return hasher.digests()
 
-    What is read of it by file is proved by the manifest. Boxes are not given out: their digests would be taken as they are
-    sent, and so would not show that the trainer took its tensors back in between.
-    """
+
+class LentHolding:
+    """A version that is lent. Its parts are made up: a header, and then the tensors' own memory."""
 
     ranks = 1
-    in_files = False
 
     def __init__(self, files: Files, draft: Draft, lease: Lease) -> None:
         self.manifest = files.manifest
@@ -109,7 +113,3 @@ class LentHolding:
         if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":
             raise Conflict(f"tensor {name!r} of {self.manifest.version} is lent on a device: read it by nixl://.")
         return flat_bytes(host_array(name, tensor)).data.toreadonly()
-
-    def tensor(self, name: str) -> tuple[Box, Array]:
-        """Boxes are not given out."""
-        raise NotFound(f"version {self.manifest.version} is lent: {name!r} cannot be read in boxes. Read its files.")

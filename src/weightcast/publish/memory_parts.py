@@ -30,10 +30,15 @@ class MemoryPart:
         """The bytes before the tensors."""
         return encoded_header(Path(file), self.places, self.header_nbytes, {"format": "pt"})
 
-    def entry(self, file: str, header: bytes, algorithm: Algorithm) -> PartEntry:
+    def entry(self, file: str, header: bytes, algorithm: Algorithm, pieces: bytes) -> PartEntry:
         """The part as a manifest lists it."""
-        digest = bytes_digest(header, algorithm)
-        return PartEntry(file=file, nbytes=self.nbytes, header_nbytes=self.header_nbytes, header_digest=digest)
+        return PartEntry(
+            file=file,
+            nbytes=self.nbytes,
+            header_nbytes=self.header_nbytes,
+            header_digest=bytes_digest(header, algorithm),
+            pieces=pieces,
+        )
 
 
 def parts_for(specs: Iterable[TensorSpec], part_nbytes: int = PART_NBYTES) -> list[MemoryPart]:

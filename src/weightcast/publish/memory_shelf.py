@@ -7,16 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Protocol
 
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.holding import Holding
 from weightcast.errors import Conflict, InvalidInput, NotFound, SourceFailed, VersionNotFound, WrongState
-from weightcast.tensors.boxes import Box
-from weightcast.tensors.flat import Array, Bytes
-from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.flat import Bytes
 from weightcast.transports.ipc.host_memory import HostMemory, private_memory
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest, encode_manifest
@@ -31,26 +28,23 @@ _SLACK = 4  # memory that is this many times too large is given up for new one
 
 
 class MemoryHolding:
-    """A version in one memory: `boxes` tells where what is held of each tensor lies, `parts` where the files lie.
+    """A version in one memory: `parts` tells where its files lie there, and `nbytes` how much is here of all tensors.
 
-    A version that several publishers share has no files here. Its `share` is told to receivers, which put it together.
+    A version that several publishers share has one file here. Its `share` is told to receivers, which put it together.
     """
-
-    in_files = False
 
     def __init__(
         self,
         manifest: Manifest,
         memory: Bytes,
-        boxes: Mapping[str, tuple[Box, int]],
+        parts: Mapping[str, tuple[int, int]],
+        nbytes: int,
         *,
         share: Share | None = None,
-        parts: Mapping[str, tuple[int, int]] | None = None,
         small: Mapping[str, bytes] | None = None,
     ) -> None:
-        self.manifest, self._share = manifest, share
-        self._memory, self._boxes, self._parts, self._small = memory, boxes, parts or {}, small or {}
-        self._specs = {entry.name: entry.spec for entry in manifest.tensors}
+        self.manifest, self.nbytes, self._share = manifest, nbytes, share
+        self._memory, self._parts, self._small = memory, parts, small or {}
         self._encoded = b"" if share is not None else encode_manifest(manifest)
         self._why_cut = ""
 
@@ -73,14 +67,14 @@ class MemoryHolding:
         return self._share
 
     @property
+    def tied_sums(self) -> dict[str, str]:
+        """What tied bytes of a share add to the sums of tensors of their other names."""
+        return {} if self._share is None else self._share.tied_sums
+
+    @property
     def ranks(self) -> int:
         """How many publishers share the version."""
         return 1 if self._share is None else self._share.ranks
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is here of all tensors."""
-        return sum(prod(box.shape) * self._specs[name].dtype.itemsize for name, (box, _) in self._boxes.items())
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -105,19 +99,10 @@ class MemoryHolding:
 
     sendable = views
 
-    def tensor(self, name: str) -> tuple[Box, Array]:
-        """The box of a tensor that is here."""
-        if self._why_cut:
-            raise SourceFailed(f"version {self.manifest.version} cannot be read any more: {self._why_cut}.")
-        holder = self.manifest.tied.get(name, name)
-        if holder not in self._boxes:
-            raise NotFound(f"version {self.manifest.version} has no tensor {name!r}.")
-        box, at = self._boxes[holder]
-        whole = self._specs[holder]
-        held = TensorSpec(name=name, dtype=whole.dtype, shape=box.shape)
-        array = self._memory[at : at + held.nbytes].view(held.dtype.numpy).reshape(held.shape)
-        array.flags.writeable = False
-        return box, array
+    @property
+    def readable(self) -> bool:
+        """Whether its memory still has it."""
+        return not self._why_cut
 
     def cut(self, why: str) -> None:
         """Give nothing out any more."""

@@ -14,30 +14,36 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import unquote
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import AnyPath, InvalidInput, NotFound, UnsupportedTensor, VersionExists, WeightcastError, WrongState
+from weightcast.publish.changes import Compared, packed_changes
 from weightcast.publish.clerk import Clerk
 from weightcast.publish.desk import Desk
 from weightcast.publish.filling import aligned, fill
 from weightcast.publish.publication import Publication
 from weightcast.publish.shelf import Slab
 from weightcast.publish.streaming import BUCKETS, LiveStream
+from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.layout import payload_name
 from weightcast.store.version_file import step_of
 from weightcast.store.writer import HasStateDict, PublishAs, survey
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.bridges import is_distributed, local_box, spec_of
 from weightcast.tensors.digest import DEFAULT, Algorithm
+from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Digests, Sum
 from weightcast.transports.ipc.device import Memory
 from weightcast.transports.ipc.devices import device_called
+from weightcast.transports.ipc.host_memory import HostMemory
 from weightcast.transports.ipc.legacy import legacy_path, write_legacy
 from weightcast.transports.ipc.place import Claim, Place
 from weightcast.wire.decoding import decode, split_url
-from weightcast.wire.manifest import Manifest, TensorEntry, check_version_id, compute_root, entry_of, summed_names
+from weightcast.wire.manifest import BaseRef, Manifest, TensorEntry, check_version_id, compute_root, entry_of, summed_names
 
 if TYPE_CHECKING:
     from weightcast.tensors.bridges.gathering import Gathering
@@ -49,6 +55,8 @@ HOLD_S = 60.0
 STALL_S = 10.0
 BUCKET_NBYTES = 64 << 20
 MIN_BUCKET_NBYTES = 1 << 12
+DELTAS = DeltaPolicy()
+_DELTA_SHARE, _DELTA_NBYTES = 16, 64 << 10  # of a version's memory, and beside: room for the changes since the one before
 
 
 class Publisher:
@@ -66,7 +74,9 @@ class Publisher:
     `publish` keeps the last `slabs` versions, each in memory of the version's size. A receiver that holds one for more than
     `hold_s` seconds when its memory is needed again, or takes more than `stall_s` for a bucket, is dropped. `threads` copy
     and hash. `device` is where the memory is: "host", or "cuda:0" for tensors on that GPU. `token` is what receivers must
-    know; without it there is a random one, which processes of this user find in the directory.
+    know; without it there is a random one, which processes of this user find in the directory. Beside a version in host
+    memory lie its changes since the one before, where they are few: receivers that hold that one read nothing else. With
+    `deltas` None they are not looked for.
 
     One thread at a time may publish. Nothing of this is needed in children of a fork.
     """
@@ -84,6 +94,7 @@ class Publisher:
         stall_s: float = STALL_S,
         token: str | None = None,
         device: str = "host",
+        deltas: DeltaPolicy | None = DELTAS,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidInput(f"rank {rank} of {ranks} does not exist: ranks count from 0.")
@@ -99,7 +110,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._publishing = threading.Lock()
         self._sequence = 0
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._deltas = rank, ranks, deltas
         self._next_slab: threading.Thread | None = None
         self._clerk = Clerk(self._device, self._changed, slabs=slabs, hold_s=hold_s)
         self._place = Place.of_rank(root, rank)
@@ -146,6 +157,7 @@ class Publisher:
         dtype: str | None = None,
         keep_dtype: Sequence[str] = (),
         strip_wrappers: bool = False,
+        finite: bool = False,
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
         algorithm: Algorithm = DEFAULT,
@@ -154,7 +166,8 @@ class Publisher:
         """Copy a version into shared memory and make it the newest. When this returns, the tensors may change.
 
         It waits for receivers that still read the version whose memory this one takes: the last but one. If it fails, that
-        version is gone and the newest is as before. `dtype`, `keep_dtype` and `strip_wrappers` are those of `Store.publish`.
+        version is gone and the newest is as before. `dtype`, `keep_dtype`, `strip_wrappers` and `finite` are those of
+        `Store.publish`.
 
         DTensors that are sharded over processes (FSDP2) are gathered one after the other, and each rank holds some of them.
         Then every rank of their mesh must have a publisher here, with its `rank` of as many `ranks`, and publish together.
@@ -167,36 +180,66 @@ class Publisher:
         with self._turn(version):
             gathering = self._gathering(version, named)
             by_bytes = algorithm if algorithm != DEFAULT else None  # within one host, sums are proof enough
-            copy = partial(fill, self._device, algorithm=by_bytes, threads=self._threads, deadline=deadline)
+            copy = partial(fill, self._device, algorithm=by_bytes, threads=self._threads, deadline=deadline, finite=finite)
             if gathering is None:
                 whole = dict(form.converted(named))
                 specs, tied = survey(whole)
                 entries, nbytes = _laid_out(specs.values(), tied)
-                slab = self._take_slab(version, nbytes, deadline)
+                slab = self._take_slab(version, self._room(nbytes), deadline)
                 digests = copy(slab.memory, entries, whole)
             else:
                 specs, tied, order = self._own_share(gathering, form)
                 entries, nbytes = _laid_out(specs.values(), tied)
-                slab = gathering.together(lambda: self._take_slab(version, nbytes, deadline))
+                slab = gathering.together(lambda: self._take_slab(version, self._room(nbytes), deadline))
                 digests = self._gathered(gathering, form, order, {entry.name: entry for entry in entries}, slab, copy)
             entries = tuple(replace(entry, **digests[entry.name]._asdict()) for entry in entries)
             manifest = self._manifest(version, entries, tied, step, metadata, algorithm)
-            manifest = replace(manifest, root_digest=compute_root(entries, algorithm))
+            manifest = self._with_changes(replace(manifest, root_digest=compute_root(entries, algorithm)), slab)
             publication = Publication(manifest, time.monotonic() - began, self._changed)
             with self._changed:
                 self._clerk.shelf.put(slab, manifest, publication)
                 self._clerk.announce(version)
-            self._provide(nbytes)
+            self._provide(self._room(nbytes))
         log.info(
             "published",
             version=version,
             kind="full",
             tensors=len(entries),
             nbytes=manifest.nbytes,
+            delta_nbytes=manifest.payload_nbytes,
             ms=logs.ms(publication.copy_s),
             url=self.url,
         )
         return publication
+
+    def _with_changes(self, manifest: Manifest, slab: Slab) -> Manifest:
+        """A version that was copied to a slab, with the changes since the one before beside it, if that one is here."""
+        with self._changed:
+            held = self._clerk.shelf.held
+        base, before = (held[-1].manifest, held[-1].memory) if held else (None, None)
+        policy = self._deltas
+        if policy is None or base is None or not isinstance(before, HostMemory) or not isinstance(slab.memory, HostMemory):
+            return manifest
+        places = {entry.name: entry for entry in base.tensors}
+        same = [(entry.sum_spec, entry.spec) for entry in manifest.tensors]
+        if base.tied != manifest.tied or same != [(entry.sum_spec, entry.spec) for entry in base.tensors]:
+            return manifest
+        compared = [
+            Compared(
+                entry.spec, entry.sum_spec, Box.whole(entry.shape),
+                _array(before, places[entry.name]), _array(slab.memory, entry), places[entry.name].sum, entry.sum,
+            )
+            for entry in manifest.tensors
+        ]  # fmt: skip
+        offset = aligned(max((entry.offset + entry.nbytes for entry in manifest.tensors), default=0))
+        packed = packed_changes(manifest.version, compared, policy, most_nbytes=slab.memory.nbytes - offset)
+        if packed is None:
+            return manifest
+        slab.memory.bytes[offset : offset + len(packed.data)] = np.frombuffer(packed.data, dtype=np.uint8)
+        payload = packed.entry(payload_name(self._rank + 1), manifest.algorithm or DEFAULT, part=self._rank, offset=offset)
+        sums = {entry.summed_as or entry.name: entry.sum for entry in base.tensors} if self._ranks > 1 else {}
+        ref = BaseRef(version=base.version, root_digest=base.root_digest, sums=sums)
+        return replace(manifest, base=ref, payloads=(payload,))
 
     def write_legacy(self, directory: AnyPath, device_id: str) -> Path:
         """Say in the legacy metadata file `ipc_metas_<device_id>` of a directory where the newest held version lies.
@@ -211,6 +254,9 @@ class Publisher:
         path = legacy_path(Path(directory), device_id)
         write_legacy(path, manifest, place=self._place.path, handle=handle)
         return path
+
+    def _room(self, nbytes: int) -> int:
+        return _with_room(nbytes) if self._deltas is not None and self._device.kind == "memfd" else nbytes
 
     def _take_slab(self, version: str, nbytes: int, deadline: Deadline) -> Slab:
         if self._next_slab is not None:
@@ -456,6 +502,15 @@ def _laid_out(specs: Iterable[TensorSpec], tied: Mapping[str, str]) -> tuple[tup
         entries.append(entry_of(spec, offset=at, summed_as=summed_as.get(spec.name, "")))
         at += spec.nbytes
     return tuple(entries), at
+
+
+def _with_room(nbytes: int) -> int:
+    """Memory for a version of so many bytes, and for the changes since the one before."""
+    return aligned(nbytes) + nbytes // _DELTA_SHARE + _DELTA_NBYTES
+
+
+def _array(memory: HostMemory, entry: TensorEntry) -> Array:
+    return memory.bytes[entry.offset : entry.offset + entry.nbytes].view(entry.dtype.numpy).reshape(entry.shape)
 
 
 def _provided(provide: Callable[[int], None], nbytes: int) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.clock import Deadline
-from weightcast.delta import ArrayState, Delta, MovedState, State, decode, fold, move
+from weightcast.delta import ArrayState, Delta, MovedState, State, decode_payloads, fold, move
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
 from weightcast.store.part_state import PartState
-from weightcast.store.payload import read_payload
+from weightcast.store.payload import read_payloads
 from weightcast.store.reader import VersionReader
 from weightcast.store.streaming import Proof
 from weightcast.store.watching import WatchedState
-from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.flat import Array, Buffer, flat_bytes
 from weightcast.tensors.lanes import lane_count
 from weightcast.wire.manifest import Manifest
 
@@ -53,7 +53,7 @@ def resolve(catalog: Catalog, version: str) -> Chain:
     """The chain of a version. Every base must be there and be the very state that the delta on it was made on."""
     manifest = catalog.manifest(version)
     deltas: list[Manifest] = []
-    while manifest.base is not None:
+    while manifest.kind == "delta":
         deltas.append(manifest)
         manifest = _base_of(catalog, manifest)
         if any(manifest.version == later.version for later in deltas):
@@ -126,19 +126,23 @@ def fold_deltas(
 
 def decode_step(store: Path, manifest: Manifest, base: State, threads: int | None = None) -> Delta:
     """The delta that a version is, along the state it was made on; every promise of payload and manifest compared."""
-    payload = read_payload(layout.version_dir(store, manifest.version), manifest)
+    return decoded_step(read_payloads(layout.version_dir(store, manifest.version), manifest), manifest, base, threads)
+
+
+def decoded_step(payloads: Sequence[Buffer], manifest: Manifest, base: State, threads: int | None = None) -> Delta:
+    """The same for payloads that are as published."""
     based_on = manifest.base.version if manifest.base else ""
     try:
-        step = decode(payload, base, threads=threads)
+        step = decode_payloads(payloads, base, specs=base.specs, threads=threads)
     except DeltaCorrupt as error:
         # The payload is what was published, so it is the base that is not.
         problem = f"version {manifest.version} does not decode along its base {based_on}, whose bytes may be damaged"
         raise DeltaCorrupt(f"{problem}: {error.problem}") from error
     promised = (manifest.base.root_digest if manifest.base else "", manifest.root_digest)
-    if (step.base_root, step.new_root) != promised:
+    if (step.base_root, step.new_root) not in (promised, ("", "")):  # one of several payloads does not know the roots
         leads = f"leads from {step.base_root} to {step.new_root}"
         raise DeltaCorrupt(f"the payload of version {manifest.version} {leads}, its manifest says {' to '.join(promised)}")
-    return step
+    return replace(step, base_root=promised[0], new_root=promised[1])
 
 
 def load_chain(store: Path, chain: Chain, *, threads: int | None = None) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from weightcast.errors import Corrupt, StorageFailed, WeightcastError
 from weightcast.store.byte_file import ByteFile
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import resolve
-from weightcast.store.payload import payload_of, read_payload
+from weightcast.store.payload import read_payload, read_payloads
 from weightcast.store.reader import Reader, VersionReader
 from weightcast.store.state_reader import open_version
 from weightcast.tensors.digest import DEFAULT, bytes_digest
@@ -68,7 +68,8 @@ def verify_version(catalog: Catalog, manifest: Manifest, progress: Progress = no
 def _payload_problems(directory: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the payload of a delta, apart from its base."""
     try:
-        read_payload(directory, manifest)
+        for payload in manifest.payloads:
+            read_payload(directory, payload, manifest.algorithm or DEFAULT)
     except (Corrupt, StorageFailed) as error:
         return [str(error)]
     return []
@@ -107,7 +108,7 @@ def _verify_parts(directory: Path, manifest: Manifest, report: VerifyReport, pro
 def _verify_delta(catalog: Catalog, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
     buffer = memoryview(bytearray(BLOCK_NBYTES))
     try:
-        read_payload(catalog.directory(manifest.version), manifest)
+        read_payloads(catalog.directory(manifest.version), manifest)
         reader = open_version(catalog, manifest.version)
     except WeightcastError as error:  # also a base that is missing, or another one: without it there is no state
         report.problems.append(str(error))
@@ -143,7 +144,7 @@ def _verify_tensor(reader: Reader, entry: TensorEntry, buffer: memoryview, repor
         report.problems.append(f"tensor {entry.name}: {error}")
         return
     if hasher is not None and hasher.digest() != entry.proof:
-        file = payload_of(manifest).file if manifest.kind == "delta" else manifest.parts[entry.part].file
+        file = manifest.payloads[0].file if manifest.kind == "delta" else manifest.parts[entry.part].file
         report.problems.append(f"tensor {entry.name} in {file}: expected {entry.proof}, found {hasher.digest()}.")
         return
     report.tensors += 1

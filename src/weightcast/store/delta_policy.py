@@ -9,11 +9,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from weightcast.delta import Packing
+from weightcast.delta import Packing, Slicing
+from weightcast.delta.slicing import WHOLE
 from weightcast.errors import InvalidInput
 from weightcast.tensors.lanes import Lanes
 
 Keep = Literal["store", "memory"]
+Packed = Literal["auto", "gaps", "classes", "both"]
 
 # Costs from `publish` to a model that serves the version, in bytes of a full version. Measured: docs/decisions/0013.
 _SCAN = 0.9  # for each byte of the state: a delta is compared with its base, and proved in the end
@@ -21,6 +23,7 @@ _CHANGE = 32.0  # for each lane that changes: encode, decode, write
 _CHANGE_NBYTES = 1.5  # that a change takes in a payload
 _FULL_NBYTES_PER_S = 700e6  # of the full way, where no link limits it
 FEW_CHANGES = 250_000  # take 10 to 20 ms, whatever share of a small model they are
+_FAR_NBYTES_PER_S = 2e6  # below, the bytes that `classes` saves take longer than decoding it
 _WRONG = 1.5  # encoding stops at so many times the changes that pay
 
 _SAMPLE_LANES = 512  # at each place
@@ -37,7 +40,9 @@ class DeltaPolicy:
 
     `max_share`: a payload of this share of the full size, or more, is published as a full version instead. `full_every`:
     of so many versions in a row at least one is full; 1 means all. `packing`: `gaps` is decoded without the base and much
-    faster; `classes` is smaller, which pays on links below about 2 MB/s and in archives.
+    faster; `classes` is smaller, which pays on links below about 2 MB/s and in archives; `both` lie side by side for near
+    and far receivers; `auto` follows `link_nbytes_per_s`. `slicing` says where tensors are
+    cut, so that tensor-parallel ranks fetch and decode their own part: `Slicing.decoder()` for the usual names.
 
     `keep` says where the last published state is when the next one is compared with it. `store` reads it back from the
     medium and takes memory for the changes since the last full version only, about 6 bytes each; `memory` keeps a private
@@ -46,7 +51,8 @@ class DeltaPolicy:
 
     max_share: float = 0.5
     full_every: int = 20
-    packing: Packing = "gaps"
+    packing: Packed = "auto"
+    slicing: Slicing = WHOLE
     keep: Keep = "store"
     threads: int | None = None
     link_nbytes_per_s: float | None = None
@@ -56,8 +62,10 @@ class DeltaPolicy:
             raise InvalidInput(f"max_share must be above 0 and at most 1, not {self.max_share!r}.")
         if not _is_count(self.full_every):
             raise InvalidInput(f"full_every must be a whole number of at least 1, not {self.full_every!r}.")
-        if self.packing not in get_args(Packing):
-            raise InvalidInput(f"packing must be one of {', '.join(get_args(Packing))}, not {self.packing!r}.")
+        if self.packing not in get_args(Packed):
+            raise InvalidInput(f"packing must be one of {', '.join(get_args(Packed))}, not {self.packing!r}.")
+        if not isinstance(self.slicing, Slicing):
+            raise InvalidInput(f"slicing must be a Slicing, not {type(self.slicing).__name__}.")
         if self.keep not in get_args(Keep):
             raise InvalidInput(f"keep must be one of {', '.join(get_args(Keep))}, not {self.keep!r}.")
         if self.threads is not None and not _is_count(self.threads):
@@ -65,6 +73,16 @@ class DeltaPolicy:
         link = self.link_nbytes_per_s
         if link is not None and (not isinstance(link, int | float) or not link > 0):
             raise InvalidInput(f"link_nbytes_per_s must be above 0, or None, not {link!r}.")
+
+    @property
+    def packings(self) -> tuple[Packing, ...]:
+        """How payloads are packed, the first of them first."""
+        if self.packing == "both":
+            return ("gaps", "classes")
+        if self.packing != "auto":
+            return (self.packing,)
+        far = self.link_nbytes_per_s is not None and self.link_nbytes_per_s < _FAR_NBYTES_PER_S
+        return ("classes",) if far else ("gaps",)
 
     def most_changes(self, nbytes: int, *, spent: float = 0.0) -> float:
         """Up to how many changed elements a delta of a state of so many bytes pays.

@@ -10,23 +10,29 @@ from functools import partial
 from itertools import chain as chained
 from pathlib import Path
 
-from weightcast.delta import Encoder, State
+import numpy as np
+
+from weightcast import logs
+from weightcast.delta import Delta, Encoder, State, pack
 from weightcast.delta.container import Table
 from weightcast.delta.encoder import TooManyChanges
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.store import layout
 from weightcast.store.delta_policy import FEW_CHANGES, DeltaPolicy, estimate_changes
 from weightcast.store.draft import Contents, Draft
-from weightcast.store.files import FileWriter, remove_file, rename
+from weightcast.store.files import FileWriter, remove_file, rename, write_synced
+from weightcast.store.payload import packed_entry, payload_entry
 from weightcast.store.replay import replayed
 from weightcast.store.writer import NamedTensors, survey
 from weightcast.tensors.bridges import LazyTensor, host_array, spec_of
-from weightcast.tensors.digest import Hasher
+from weightcast.tensors.digest import Hasher, PieceHasher
 from weightcast.tensors.flat import Array, flat_bytes
-from weightcast.tensors.lanes import Lanes, lane_count, lane_range
+from weightcast.tensors.lanes import Lanes, check_finite, lane_count, lane_range
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Digests, Sum, is_sum, tensor_hasher
-from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, TensorEntry, compute_root, entry_of, summed_names
+from weightcast.wire.manifest import BaseRef, Manifest, PayloadEntry, TensorEntry, compute_root, entry_of, summed_names
+
+log = logs.get(__name__)
 
 Named = tuple[str, object]
 
@@ -63,14 +69,17 @@ class DeltaWriter:
     `choosing`: write it only if it pays, as far as samples of the tensors tell, and stop if they were wrong.
     """
 
-    def __init__(self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy, *, choosing: bool) -> None:
+    def __init__(
+        self, draft: Draft, base: Manifest, state: State, policy: DeltaPolicy, *, choosing: bool, finite: bool = False
+    ) -> None:
         self._draft, self._base, self._state, self._policy = draft, base, state, policy
         self._specs = {entry.name: entry.spec for entry in base.tensors}
         self._summed_as = summed_names(base.tied)
         self._proofs = {entry.name: entry.sum or entry.digest for entry in base.tensors}
         self._damaged: list[str] = []
-        self._limit = policy.max_share * base.nbytes
-        self._choosing = choosing
+        self._base_nbytes = base.nbytes  # once: it is a sum over all tensors
+        self._limit = policy.max_share * self._base_nbytes
+        self._choosing, self._finite = choosing, finite
         self._lanes = max(1, sum(map(lane_count, self._specs.values())))
         self._sampled: set[str] = set()
         self._sampled_lanes = self._encoded_lanes = 0
@@ -99,7 +108,7 @@ class DeltaWriter:
         try:
             outcome = self._encode(((name, tensors[name]) for name in specs), once=False)
         except TooManyChanges:
-            outcome = NoDelta(self._dearer(self._policy.stop_changes(self._base.nbytes)), nullcontext(()))
+            outcome = NoDelta(self._dearer(self._policy.stop_changes(self._base_nbytes)), nullcontext(()))
         if isinstance(outcome, Contents):
             return outcome
         remove_file(self._path)
@@ -107,8 +116,8 @@ class DeltaWriter:
 
     def _encode(self, tensors: Iterator[Named], *, once: bool) -> Contents | NoDelta:
         """Encode tensors as they come. `once`: they are borrowed, and a tensor that was taken cannot be had again."""
-        hasher = Hasher(self._draft.algorithm)
-        with FileWriter(self._path) as file, self._encoder(file, hasher, once=once) as encoder:
+        hasher, pieces = Hasher(self._draft.algorithm), PieceHasher(self._draft.algorithm)
+        with FileWriter(self._path) as file, self._encoder(file, (hasher, pieces), once=once) as encoder:
             why, rest = self._encode_all(encoder, tensors, borrowed=once)
             if why is not None and not once:
                 return NoDelta(why, nullcontext(()))
@@ -130,28 +139,48 @@ class DeltaWriter:
             return self._given_back(why, table, rest, sums)
         name = layout.payload_name(1)
         rename(self._path, self._draft.directory / name)
+        delta = encoder.delta(base_root=self._base.root_digest, new_root=root)
         return Contents(
             "delta",
             entries,
             self._base.tied,
             base=BaseRef(version=self._base.version, root_digest=self._base.root_digest),
-            payload=FileEntry(file=name, nbytes=nbytes, digest=hasher.digest()),
+            payloads=(payload_entry(name, nbytes, hasher.digest(), pieces.digests(), table), *self._beside(delta)),
             density=_density(table),
-            delta=encoder.delta(base_root=self._base.root_digest, new_root=root),
+            delta=delta,
         )
 
-    def _encoder(self, file: FileWriter, hasher: Hasher, *, once: bool) -> Encoder:
+    def _beside(self, delta: Delta | None) -> Iterator[PayloadEntry]:
+        """The same changes in the other packings that are wanted, each in a file of its own."""
+        for number, packing in enumerate(self._policy.packings[1:], start=2):
+            if delta is None:
+                log.warning("one packing only", version=self._draft.version, why="its changes are too many to be kept")
+                return
+            packed = pack(
+                delta, packing=packing, slicing=self._policy.slicing, base=self._state, threads=self._policy.threads
+            )
+            name = layout.payload_name(number)
+            write_synced(self._draft.directory / name, packed)
+            yield packed_entry(name, packed, self._draft.algorithm)
+
+    def _encoder(self, file: FileWriter, hashers: tuple[Hasher, PieceHasher], *, once: bool) -> Encoder:
         """An encoder. One for tensors that are given once is not stopped in the middle of a tensor."""
 
         def write(data: bytes) -> None:
-            hasher.update(data)
+            for hasher in hashers:
+                hasher.update(data)
             file.write(data)
 
-        room, most = self._base.nbytes // _COLLECTED_SHARE, math.inf
+        room, most = self._base_nbytes // _COLLECTED_SHARE, math.inf
         if self._choosing and not once:
-            most = self._policy.stop_changes(self._base.nbytes, spent=1 - self._sampled_lanes / self._lanes)
+            most = self._policy.stop_changes(self._base_nbytes, spent=1 - self._sampled_lanes / self._lanes)
         return Encoder(
-            write, packing=self._policy.packing, threads=self._policy.threads, collect_nbytes=room, most_changes=most
+            write,
+            packing=self._policy.packings[0],
+            slicing=self._policy.slicing,
+            threads=self._policy.threads,
+            collect_nbytes=room,
+            most_changes=most,
         )
 
     def _encode_all(
@@ -165,6 +194,8 @@ class DeltaWriter:
             why = self._misfit(spec)
             if why is None:
                 array = host_array(name, tensor)
+                if self._finite:
+                    check_finite(spec, flat_bytes(np.ascontiguousarray(array)))
                 self._sample(spec, array)
                 why = self._too_many(self._projected())
             if why is not None:
@@ -221,12 +252,12 @@ class DeltaWriter:
 
     def _too_many(self, changes: float) -> str | None:
         """Why a delta does not pay, told by samples."""
-        most = self._policy.most_changes(self._base.nbytes, spent=self._encoded_lanes / self._lanes)
+        most = self._policy.most_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
         return self._dearer(changes) if self._choosing and changes > most else None
 
     def _wrong(self, changes: int) -> str | None:
         """Why a delta does not pay, told by the changes that were found."""
-        stop = self._policy.stop_changes(self._base.nbytes, spent=self._encoded_lanes / self._lanes)
+        stop = self._policy.stop_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
         return self._dearer(changes) if self._choosing and changes > stop else None
 
     def _dearer(self, changes: float) -> str:

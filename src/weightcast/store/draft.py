@@ -13,16 +13,18 @@ from weightcast.delta import Delta
 from weightcast.errors import InvalidInput, WeightcastError
 from weightcast.store import layout
 from weightcast.store.files import make_dir, remove_dir, replace_synced, sync_dir, write_synced
-from weightcast.tensors.digest import Algorithm, bytes_digest
+from weightcast.tensors.digest import PIECE_NBYTES, Algorithm
 from weightcast.wire.manifest import (
     BaseRef,
     FileEntry,
     Manifest,
     PartEntry,
+    PayloadEntry,
     TensorEntry,
     compute_root,
     decode_manifest,
     encode_manifest,
+    file_entry,
     is_file_name,
 )
 
@@ -31,16 +33,16 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True)
 class Contents:
-    """What was written for a version: the tensors it has, and the parts or the payload that hold them."""
+    """What was written for a version: the tensors it has, and the parts or payloads that hold them."""
 
     kind: Literal["full", "delta"]
     tensors: tuple[TensorEntry, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
     parts: tuple[PartEntry, ...] = ()
     base: BaseRef | None = None
-    payload: FileEntry | None = None
+    payloads: tuple[PayloadEntry, ...] = ()
     density: float = 1.0  # the share of the state that was written
-    delta: Delta | None = None  # what the payload holds
+    delta: Delta | None = None  # what the payloads hold
 
 
 class Draft:
@@ -74,7 +76,7 @@ class Draft:
     def write_file(self, name: str, data: bytes) -> None:
         """Add a small file."""
         write_synced(self.directory / name, data)
-        self._files.append(FileEntry(file=name, nbytes=len(data), digest=bytes_digest(data, self.algorithm)))
+        self._files.append(file_entry(name, data, self.algorithm))
 
     def seal(self, contents: Contents, *, sequence: int, step: int, metadata: Mapping[str, str]) -> Manifest:
         """Make the version exist: after this returns it is whole, named and on the medium."""
@@ -93,7 +95,8 @@ class Draft:
             tied=dict(contents.tied),
             base=contents.base,
             metadata=dict(metadata),
-            payload=contents.payload,
+            payloads=contents.payloads,
+            piece_nbytes=PIECE_NBYTES,
         )
         path = self.directory / layout.MANIFEST
         encoded = encode_manifest(manifest)

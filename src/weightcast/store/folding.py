@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,16 +10,16 @@ import msgspec
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.delta import Delta, MovedState, Packing, State, inspect, pack
+from weightcast.delta import Delta, MovedState, Packing, State, pack
 from weightcast.errors import InvalidInput, NotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, fold_deltas, opened_state, prove, resolve
 from weightcast.store.compare import Progress, no_progress
 from weightcast.store.files import put_back, refusals, replace_synced, sync_dir, write_synced
-from weightcast.store.payload import payload_of, read_payload
-from weightcast.tensors.digest import DEFAULT, bytes_digest
-from weightcast.wire.manifest import BaseRef, FileEntry, Manifest, decode_manifest, encode_manifest
+from weightcast.store.payload import packed_entry
+from weightcast.tensors.digest import DEFAULT
+from weightcast.wire.manifest import BaseRef, Manifest, decode_manifest, encode_manifest
 
 log = logs.get(__name__)
 
@@ -45,43 +45,43 @@ def fold_version(
         folded = _folded(catalog.path, steps, base, state, threads, lambda: progress(share))
         prove(MovedState(state, folded), manifest, str(directory))
         progress(manifest.nbytes - share * len(steps))
-        packing = inspect(read_payload(directory, manifest)).packing  # receivers that hold slices need what was chosen
-        packed = pack(folded, packing=packing or "gaps", base=state, threads=threads)
-    payload = FileEntry(
-        file=layout.next_payload_name(directory),
-        nbytes=len(packed),
-        digest=bytes_digest(packed, manifest.algorithm or DEFAULT),
-    )
+        chosen = list(dict.fromkeys(payload.packing or "gaps" for payload in manifest.payloads))
+        packed = {packing: pack(folded, packing=packing, base=state, threads=threads) for packing in chosen}
+    names = layout.next_payload_names(directory, len(packed))
+    written = dict(zip(names, packed.values(), strict=True))
+    payloads = tuple(packed_entry(name, data, manifest.algorithm or DEFAULT) for name, data in written.items())
     ref = BaseRef(version=base.end.version, root_digest=base.end.root_digest)
-    replacement = msgspec.structs.replace(manifest, base=ref, payload=payload)
-    _replace(directory, replacement, payload.file, packed)
+    replacement = msgspec.structs.replace(manifest, base=ref, payloads=payloads)
+    _replace(directory, replacement, written)
     log.info(
         "versions folded",
         version=version,
         base=ref.version,
         steps=len(steps),
-        nbytes=payload.nbytes,
-        before_nbytes=payload_of(manifest).nbytes,
+        nbytes=replacement.payload_nbytes,
+        before_nbytes=manifest.payload_nbytes,
         store=catalog.path,
     )
     return replacement
 
 
-def _replace(directory: Path, manifest: Manifest, file: str, packed: bytes) -> None:
-    """Write the new payload beside the old one, which readers may be in the middle of, and then the manifest by rename."""
+def _replace(directory: Path, manifest: Manifest, packed: Mapping[str, bytes]) -> None:
+    """Write the new payloads beside the old ones, which readers may be in the middle of, and then the manifest by rename."""
     path = directory / layout.MANIFEST
     encoded = encode_manifest(manifest)
     decode_manifest(encoded, path)
     with refusals("read", path):
         before = path.read_bytes()
     try:
-        write_synced(directory / file, packed)
+        for file, data in packed.items():
+            write_synced(directory / file, data)
         sync_dir(directory)
         replace_synced(path, encoded)
     except BaseException:
-        if put_back(path, before):  # else the manifest names the new payload, which must then stay
-            with suppress(OSError):  # what failed first is what the caller must hear of; gc removes the rest
-                (directory / file).unlink(missing_ok=True)
+        if put_back(path, before):  # else the manifest names the new payloads, which must then stay
+            for file in packed:
+                with suppress(OSError):  # what failed first is what the caller must hear of; gc removes the rest
+                    (directory / file).unlink(missing_ok=True)
         raise
 
 

@@ -52,10 +52,10 @@ def unsealed_payload_name() -> str:
     return ".delta.tmp"
 
 
-def next_payload_name(directory: Path) -> str:
-    """A name that no packed delta in a version's directory has, referenced or not."""
+def next_payload_names(directory: Path, count: int) -> list[str]:
+    """Names that no packed delta in a version's directory has, referenced or not."""
     taken = [int(match[1]) for path in directory.iterdir() if (match := _PAYLOAD.fullmatch(path.name))]
-    return payload_name(1 + max(taken, default=0))
+    return [payload_name(1 + max(taken, default=0) + number) for number in range(count)]
 
 
 def is_reserved(name: str) -> bool:

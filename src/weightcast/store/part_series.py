@@ -71,7 +71,7 @@ class PartSeries:
     def _write(self, spec: TensorSpec, array: Array) -> None:
         part = self._part_for(spec)
         summed_as = self.summed_as.get(spec.name, "")
-        place, digests = part.append(spec, array, self._algorithm, summed_as)
+        place, digests = part.append(spec, array, summed_as)
         self.entries.append(entry_of(spec, part=len(self.parts), offset=place.offset, digests=digests, summed_as=summed_as))
 
     def _part_for(self, spec: TensorSpec) -> SafetensorsWriter:
@@ -87,7 +87,7 @@ class PartSeries:
             elif spec.nbytes > self._part_nbytes - part.nbytes or not part.takes(spec):
                 self._close_part()
         if self._part is None:
-            self._part = SafetensorsWriter(self._path_of(len(self.parts)), header_room=self.header_room)
+            self._part = SafetensorsWriter(self._path_of(len(self.parts)), self._algorithm, header_room=self.header_room)
         if not self._part.takes(spec):
             raise UnsupportedTensor(f"tensor {spec.name[:80]!r}…: its name of {len(spec.name)} characters is too long.")
         return self._part
@@ -96,7 +96,7 @@ class PartSeries:
         part = self._part
         if part is None:
             return
-        header_digest = part.finish(self._metadata_of(len(self.parts)), self._algorithm)
+        header_digest, pieces = part.finish(self._metadata_of(len(self.parts)))
         self._part = None  # only now: a finish that failed leaves an open file for close()
         self.parts.append(
             PartEntry(
@@ -104,5 +104,6 @@ class PartSeries:
                 nbytes=part.nbytes,
                 header_nbytes=part.header_nbytes,
                 header_digest=header_digest,
+                pieces=pieces,
             )
         )

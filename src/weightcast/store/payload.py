@@ -1,54 +1,87 @@
-"""The payload of a delta version: one packed delta in one file."""
+"""The payloads of a delta version: packed deltas, one in each file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from weightcast.clock import Deadline
-from weightcast.delta.container import check_table
-from weightcast.errors import DigestMismatch, InvalidInput, PartCorrupt
+from weightcast.delta.container import Table, check_table, read_table
+from weightcast.errors import DigestMismatch, PartCorrupt
 from weightcast.store.byte_file import ByteFile
 from weightcast.store.streaming import Proof, Readable, Readables, stream_pieces
-from weightcast.tensors.digest import DEFAULT, bytes_digest
+from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest, piece_digests
 from weightcast.tensors.flat import Pieces
-from weightcast.wire.manifest import FileEntry, Manifest
+from weightcast.wire.manifest import Manifest, PayloadEntry, chosen_payloads
 
 
-def read_payload(directory: Path, manifest: Manifest) -> memoryview:
-    """The packed delta of a version, whole in memory, compared with its digest. Its table fits the version's tensors."""
-    payload = payload_of(manifest)
+def payload_entry(file: str, nbytes: int, digest: str, pieces: bytes, table: Table) -> PayloadEntry:
+    """What a manifest says of a packed delta."""
+    return PayloadEntry(
+        file=file,
+        nbytes=nbytes,
+        digest=digest,
+        pieces=pieces,
+        packing=table.packing,
+        table=table.offset,
+        seal=table.seal.hex(),
+    )
+
+
+def packed_entry(file: str, packed: bytes, algorithm: Algorithm) -> PayloadEntry:
+    """The same of one that is in memory."""
+    table = read_table(memoryview(packed))
+    return payload_entry(file, len(packed), bytes_digest(packed, algorithm), piece_digests(packed, algorithm), table)
+
+
+def read_payloads(directory: Path, manifest: Manifest) -> list[memoryview]:
+    """Packed deltas that together lead to a version, whole in memory, compared with their digests."""
+    specs = {entry.name: entry.spec for entry in manifest.tensors}
+    found = [read_payload(directory, payload, manifest.algorithm or DEFAULT) for payload in chosen_payloads(manifest)]
+    for data in found:
+        check_table(data, specs)
+    return found
+
+
+def read_payload(directory: Path, payload: PayloadEntry, algorithm: Algorithm) -> memoryview:
+    """One packed delta, whole in memory, compared with its digest."""
     with _open(directory, payload) as file:
         data = memoryview(bytearray(payload.nbytes))
         file.read_into(data, 0)
-    found = bytes_digest(data, manifest.algorithm or DEFAULT)
+    found = bytes_digest(data, algorithm)
     if found != payload.digest:
         raise DigestMismatch(str(directory), [(payload.file, payload.digest, found)])
-    check_table(data, {entry.name: entry.spec for entry in manifest.tensors})
     return data
 
 
-def payload_pieces(directory: Path, manifest: Manifest, deadline: Deadline, buffers: Sequence[memoryview]) -> Pieces:
-    """The bytes of the payload in pieces that rotate through `buffers`, as one tensor named after its file. Not verified."""
-    payload = payload_of(manifest)
-    (entry,) = manifest.transfers().values()
+def payload_pieces(
+    directory: Path,
+    manifest: Manifest,
+    deadline: Deadline,
+    buffers: Sequence[memoryview],
+    names: Collection[str] | None = None,
+) -> Pieces:
+    """The bytes of payloads in pieces that rotate through `buffers`, each as a tensor named after its file. Not verified."""
+    wanted = [payload for payload in manifest.payloads if names is None or payload.file in names]
+    entries = manifest.transfers()
 
     def readables() -> Readables:
-        with _open(directory, payload) as file:
-            yield Readable(entry.spec, lambda start, buffer: file.read_into(buffer, start))
+        with ExitStack() as stack:
+            for payload in wanted:
+                file = stack.enter_context(_open(directory, payload))
+                yield Readable(entries[payload.file].spec, partial(_read, file))
 
     what = f"reading version {manifest.version} from {directory}"
     return stream_pieces(readables(), Proof(str(directory), ()), deadline, what=what, buffers=buffers)
 
 
-def payload_of(manifest: Manifest) -> FileEntry:
-    """The file that a delta version's bytes are in."""
-    if manifest.payload is None:
-        raise InvalidInput(f"version {manifest.version} is a full version: it has no payload.")
-    return manifest.payload
+def _read(file: ByteFile, start: int, buffer: memoryview) -> None:
+    file.read_into(buffer, start)
 
 
-def _open(directory: Path, payload: FileEntry) -> ByteFile:
+def _open(directory: Path, payload: PayloadEntry) -> ByteFile:
     path = directory / payload.file
     file = ByteFile(path)
     if file.nbytes != payload.nbytes:

@@ -39,6 +39,7 @@ class Request:
     metadata: Mapping[str, str]
     part_nbytes: int
     algorithm: Algorithm
+    finite: bool = False
 
     def __post_init__(self) -> None:
         check_version_id(self.version)
@@ -93,7 +94,7 @@ class StorePublisher:
             tensors=len(manifest.tensors),
             nbytes=manifest.nbytes,
             parts=len(manifest.parts),
-            payload_nbytes=manifest.payload.nbytes if manifest.payload else 0,
+            payload_nbytes=manifest.payload_nbytes,
             density=round(contents.density, 6),
             ms=logs.ms(time.monotonic() - started),
             store=path,
@@ -118,7 +119,9 @@ class StorePublisher:
             except WeightcastError as error:
                 self._choose_full(request, str(error), error)
                 return self._write_full(draft, request, request.tensors)
-            writer = DeltaWriter(draft, chain.end, state, self._policy, choosing=request.mode == "auto")
+            writer = DeltaWriter(
+                draft, chain.end, state, self._policy, choosing=request.mode == "auto", finite=request.finite
+            )
             outcome = writer.write(request.tensors)
             if isinstance(outcome, Contents):
                 return outcome
@@ -153,6 +156,6 @@ class StorePublisher:
         log.info("full version chosen", version=request.version, why=reason)
 
     def _write_full(self, draft: Draft, request: Request, tensors: NamedTensors) -> Contents:
-        with FullWriter(draft, part_nbytes=request.part_nbytes) as writer:
+        with FullWriter(draft, part_nbytes=request.part_nbytes, finite=request.finite) as writer:
             writer.add_all(tensors)
             return writer.finish()

@@ -44,7 +44,7 @@ def plan_retention(
         needed: Manifest | None = by_version[version]
         while needed is not None and needed.version not in walked:
             walked.add(needed.version)
-            base = by_version.get(needed.base.version) if needed.base is not None else None
+            base = by_version.get(needed.base.version) if needed.kind == "delta" and needed.base is not None else None
             if base is not None:
                 keep.setdefault(base.version, f"base of {needed.version}")
             needed = base

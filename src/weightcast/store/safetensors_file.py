@@ -17,7 +17,7 @@ from typing import Any
 from weightcast.errors import PartCorrupt, UnsupportedTensor
 from weightcast.store.byte_file import PooledFile
 from weightcast.store.files import FileWriter
-from weightcast.tensors.digest import Algorithm, bytes_digest
+from weightcast.tensors.digest import PIECE_NBYTES, Algorithm, PieceHasher, bytes_digest, piece_digests
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, byte_blocks
 from weightcast.tensors.spec import RESERVED_NAME, TensorSpec
@@ -112,10 +112,13 @@ class SafetensorsWriter:
     Metadata is part of the header and may be given when the file is finished.
     """
 
-    def __init__(self, path: Path, *, header_room: int = HEADER_ROOM) -> None:
-        self.path = path
+    def __init__(self, path: Path, algorithm: Algorithm, *, header_room: int = HEADER_ROOM) -> None:
+        self.path, self._algorithm = path, algorithm
         self.header_nbytes = header_room
         self.places: list[Place] = []
+        self._pieces = PieceHasher(algorithm)
+        self._early = bytearray()  # data in the piece that the header ends in, which is hashed when the header is known
+        self._early_nbytes = -header_room % PIECE_NBYTES
         self._header_left = header_room - 8 - 4096  # the last page is for the metadata
         self._file = FileWriter(path)
         try:
@@ -133,24 +136,28 @@ class SafetensorsWriter:
         """Whether the tensor can be next: the header has room for it and it would lie on a multiple of its item size."""
         return _field_nbytes(spec) <= self._header_left and self.nbytes % spec.dtype.itemsize == 0
 
-    def append(self, spec: TensorSpec, array: Array, algorithm: Algorithm, summed_as: str = "") -> tuple[Place, Digests]:
+    def append(self, spec: TensorSpec, array: Array, summed_as: str = "") -> tuple[Place, Digests]:
         """Write one tensor; its digests are taken from the very blocks that are written."""
         place = Place(spec=spec, offset=self.nbytes)
-        hasher = TensorHasher(replace(spec, name=summed_as or spec.name), algorithm)
+        hasher = TensorHasher(replace(spec, name=summed_as or spec.name), self._algorithm)
         for block in byte_blocks(array):
             hasher.update(block.data)
+            early = block.data[: self._early_nbytes - len(self._early)]
+            self._early += early
+            self._pieces.update(block.data[len(early) :])
             self._file.write(block.data)
         self.places.append(place)
         self._header_left -= _field_nbytes(spec)
         return place, hasher.finish()
 
-    def finish(self, metadata: Mapping[str, str], algorithm: Algorithm) -> str:
-        """Write the header, wait until the file is on the medium, close it; returns the digest of the header's bytes."""
+    def finish(self, metadata: Mapping[str, str]) -> tuple[str, bytes]:
+        """Write the header, wait until the file is on the medium, close it; the digests of the header and of all pieces."""
         header = encoded_header(self.path, self.places, self.header_nbytes, metadata)
         self._file.rewrite(header, 0)
         self._file.sync()
         self._file.close()
-        return bytes_digest(header, algorithm)
+        first = piece_digests(header + self._early, self._algorithm)
+        return bytes_digest(header, self._algorithm), first + self._pieces.digests()
 
     def close(self) -> None:
         """Close the file, finished or not. Safe twice."""

@@ -70,6 +70,7 @@ class Store:
         dtype: str | None = None,
         keep_dtype: Sequence[str] = (),
         strip_wrappers: bool = False,
+        finite: bool = False,
         step: int | None = None,
         files: Mapping[str, bytes] | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -90,7 +91,8 @@ class Store:
 
         `dtype` ("BF16") converts tensors of F64, F32, F16 and BF16, one after the other, rounding to the nearest; those
         that match a pattern of `keep_dtype`, and other dtypes, stay as they are. `strip_wrappers` removes from names what
-        `torch.compile`, activation checkpointing, FSDP1 and DDP put into them.
+        `torch.compile`, activation checkpointing, FSDP1 and DDP put into them. With `finite` a version with a NaN or an
+        infinity is refused.
 
         DTensors that are sharded over processes (FSDP2) are gathered one after the other. Then every rank of their mesh
         must call this with the same version: the first rank writes, all return the same manifest or raise the same error.
@@ -107,6 +109,7 @@ class Store:
             metadata=metadata or {},
             part_nbytes=part_nbytes,
             algorithm=algorithm,
+            finite=finite,
         )
 
         def write(whole: NamedTensors) -> Manifest:
@@ -138,13 +141,14 @@ class Store:
         dtype: str | None = None,
         keep_dtype: Sequence[str] = (),
         strip_wrappers: bool = False,
+        finite: bool = False,
         step: int | None = None,
         part_nbytes: int = PART_NBYTES,
         algorithm: Algorithm = DEFAULT,
     ) -> Manifest:
         """Publish a directory of safetensors files together with its small files (config, tokenizer).
 
-        `dtype`, `keep_dtype` and `strip_wrappers` are those of `publish`.
+        `dtype`, `keep_dtype`, `strip_wrappers` and `finite` are those of `publish`.
         """
         checkpoint = Checkpoint(Path(directory))
         names = bare_names(checkpoint.specs) if strip_wrappers else {name: name for name in checkpoint.specs}
@@ -161,6 +165,7 @@ class Store:
             mode,
             dtype=dtype,
             keep_dtype=keep_dtype,
+            finite=finite,
             step=step,
             files=dict(checkpoint.files()),
             part_nbytes=part_nbytes,
@@ -289,5 +294,5 @@ class Store:
         The deltas between are folded, and proved against the digests of `new` before they are returned. Raises `NotFound` if
         `new` is not built on `old`. `packing` defaults to that of this store's policy.
         """
-        chosen = self._policy.packing if packing is None else packing
+        chosen = self._policy.packings[0] if packing is None else packing
         return delta_between(self._catalog, old, new, packing=chosen, threads=self._policy.threads)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from weightcast import logs
-from weightcast.errors import VersionFileInvalid, VersionNotSet
+from weightcast.errors import AnyPath, VersionFileInvalid, VersionNotSet
 from weightcast.store.files import put_back, read_small, remove_file, replace_synced
 from weightcast.wire.decoding import is_count
 
@@ -17,7 +17,7 @@ log = logs.get(__name__)
 
 YAML_NAME = "version.yaml"
 TXT_NAME = "version.txt"
-_LIMIT_NBYTES = 4096
+LIMIT_NBYTES = 4096
 _MAX_VERSION = 128
 _MAX_BRACKETS = 16
 
@@ -28,7 +28,7 @@ class VersionFile:
 
     version: str
     step: int | None
-    path: Path
+    path: AnyPath
 
     def names(self, text: str) -> bool:
         """Whether this text means the same version."""
@@ -59,14 +59,19 @@ def read_version_file(directory: Path) -> VersionFile:
 def write_version_file(directory: Path, *, version: str, step: int) -> Path:
     """Name the newest version, in one step."""
     path = directory / YAML_NAME
-    replace_synced(path, yaml.safe_dump({"step": step, "version": version}).encode())
+    replace_synced(path, version_yaml(version=version, step=step))
     return path
+
+
+def version_yaml(*, version: str, step: int) -> bytes:
+    """What version.yaml says of a version."""
+    return yaml.safe_dump({"step": step, "version": version}).encode()
 
 
 def raw_version_file(directory: Path) -> bytes | None:
     """The bytes of version.yaml as they are, for `put_back_version_file`; None if there is none."""
     try:
-        return read_small(directory / YAML_NAME, _LIMIT_NBYTES)
+        return read_small(directory / YAML_NAME, LIMIT_NBYTES)
     except FileNotFoundError:
         return None
 
@@ -93,11 +98,14 @@ def step_of(version: str, default: int = 0) -> int:
     return int(digits) if is_count(digits) else default
 
 
-def _read_text(path: Path) -> str | None:
+def _read(path: Path) -> bytes | None:
     try:
-        data = read_small(path, _LIMIT_NBYTES)
+        return read_small(path, LIMIT_NBYTES)
     except FileNotFoundError:
         return None
+
+
+def _text(data: bytes, path: AnyPath) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -105,10 +113,10 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_txt(path: Path) -> VersionFile | None:
-    text = _read_text(path)
-    if text is None:
+    data = _read(path)
+    if data is None:
         return None
-    version = text.strip()
+    version = _text(data, path).strip()
     if not version or len(version) > _MAX_VERSION:
         problem = f"has {len(version)} characters" if version else "is empty"
         raise VersionFileInvalid(f"{path} {problem}: write the version id into it, or remove it.")
@@ -116,11 +124,14 @@ def _read_txt(path: Path) -> VersionFile | None:
 
 
 def _read_yaml(path: Path) -> VersionFile | None:
-    text = _read_text(path)
-    if text is None:
-        return None
+    data = _read(path)
+    return None if data is None else parse_version_yaml(data, path)
+
+
+def parse_version_yaml(data: bytes, path: AnyPath) -> VersionFile:
+    """Read what `version_yaml` writes, or what legacy trainers do. `path` is only for messages."""
     try:
-        fields = _flat_mapping(text)
+        fields = _flat_mapping(_text(data, path))
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the parser gives chr() what a text escapes
         raise VersionFileInvalid(f"{path} is not a mapping with the keys step and version: {error}.") from error
     step, version = fields.get("step"), fields.get("version")

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, cast
 
 import msgspec
+import numpy as np
 
 from weightcast.errors import InvalidInput
 from weightcast.store import layout
@@ -19,6 +20,8 @@ from weightcast.store.part_series import PartSeries
 from weightcast.store.safetensors_file import HEADER_ROOM, header_room_for
 from weightcast.tensors.bridges import Converted, bridge_for, framework_of, host_array, spec_of
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.lanes import check_finite
 from weightcast.tensors.placing import converts
 from weightcast.tensors.spec import TensorSpec, bare_names, check_distinct
 from weightcast.wire.manifest import PartEntry, TensorEntry, summed_names
@@ -135,8 +138,8 @@ class FullWriter:
     would put their successor off its alignment wait, up to 1 MiB of them, for the end of their part.
     """
 
-    def __init__(self, draft: Draft, *, part_nbytes: int) -> None:
-        self._draft = draft
+    def __init__(self, draft: Draft, *, part_nbytes: int, finite: bool = False) -> None:
+        self._draft, self._finite = draft, finite
         self._series = PartSeries(
             lambda index: draft.directory / layout.unsealed_part_name(index),
             part_nbytes=part_nbytes,
@@ -162,7 +165,10 @@ class FullWriter:
         if name in self._names:
             raise InvalidInput(f"tensor {name!r} was given twice for version {self._draft.version}.")
         self._names.add(name)
-        self._series.add(spec_of(name, tensor), host_array(name, tensor))
+        spec, array = spec_of(name, tensor), host_array(name, tensor)
+        if self._finite:
+            check_finite(spec, flat_bytes(np.ascontiguousarray(array)))
+        self._series.add(spec, array)
 
     def finish(self) -> Contents:
         """Give the parts their names and write the index that lists them."""

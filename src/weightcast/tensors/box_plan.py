@@ -16,23 +16,30 @@ SPLIT_NBYTES = 1 << 20  # what several hold is not divided between them into les
 MAX_PROBLEMS = 100  # that are listed of one tensor: crossing boxes have as many as the square of their number
 
 
-class HeldBox(NamedTuple):
-    """A box of a tensor, and who holds it: the same bytes at each of them."""
+class Place(NamedTuple):
+    """Where a box lies: its bytes in C order, from `offset` of a file on."""
+
+    file: str
+    offset: int
+
+
+class PlacedBox(NamedTuple):
+    """A box of a tensor, and where it lies: the same bytes at each of these places."""
 
     box: Box
-    holders: tuple[int, ...]
+    places: tuple[Place, ...]
 
 
 class Fetch(NamedTuple):
-    """Bytes to be fetched: a box of the tensor that is wanted at that index, inside of one box that `holders` hold.
+    """Bytes to be fetched: a box of the tensor that is wanted at that index, inside of the box `held`.
 
-    The first of the holders is the one to ask, the others can be asked instead.
+    The first of the places is the one to read, the others can be read instead.
     """
 
     wanted: int
     box: Box
-    holders: tuple[int, ...]
-    whole: bool  # it is all of the held box, so that the digest of that one is its digest
+    held: Box
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,13 @@ def moved(box: Box, origin: tuple[int, ...]) -> Box:
 
 
 def plan(
-    wanted: Sequence[Wanted], held: Mapping[str, Sequence[HeldBox]], *, without: Collection[int] = ()
+    wanted: Sequence[Wanted], held: Mapping[str, Sequence[PlacedBox]], *, without: Collection[str] = ()
 ) -> tuple[list[Fetch], list[Fetch]]:
-    """What to fetch, each wanted byte exactly once if the held boxes of a tensor cover it exactly once; and what nobody has
-    who is not in `without`.
+    """What to fetch, each wanted byte exactly once if the held boxes of a tensor cover it exactly once; and what lies only
+    in files `without` which it must be done.
 
-    What several hold is shared out so that all are asked for about as many bytes as the others, large boxes in rows. The
-    same input gives the same plan.
+    What lies in several files is shared out so that about as many bytes are read of each, large boxes in rows. The same
+    input gives the same plan.
     """
     tilings = {name: _Tiling(boxes) for name, boxes in held.items()}
     found = [
@@ -83,39 +90,39 @@ def plan(
         for fetch in tilings[one.tensor].fetches(index, one.box)
     ]
     absent = frozenset(without)
-    left = [fetch._replace(holders=tuple(who for who in fetch.holders if who not in absent)) for fetch in found]
-    lost = [fetch for fetch, there in zip(found, left, strict=True) if not there.holders]
-    return _balanced([fetch for fetch in left if fetch.holders], wanted), lost
+    left = [fetch._replace(places=tuple(place for place in fetch.places if place.file not in absent)) for fetch in found]
+    lost = [fetch for fetch, there in zip(found, left, strict=True) if not there.places]
+    return _balanced([fetch for fetch in left if fetch.places], wanted), lost
 
 
 def _balanced(fetches: Sequence[Fetch], wanted: Sequence[Wanted]) -> list[Fetch]:
-    """Each fetch with the holder first that has least to send, the largest that can be chosen first."""
-    load: dict[int, int] = defaultdict(int)
+    """Each fetch with the place first of whose file least is read, the largest that can be chosen first."""
+    load: dict[str, int] = defaultdict(int)
     chosen: list[Fetch] = []
     free: list[tuple[int, Fetch]] = []
     for fetch in fetches:
         nbytes = prod(fetch.box.shape) * wanted[fetch.wanted].itemsize
-        if len(fetch.holders) == 1:
-            load[fetch.holders[0]] += nbytes
+        if len(fetch.places) == 1:
+            load[fetch.places[0].file] += nbytes
             chosen.append(fetch)
         else:
             free += _shared(fetch, wanted[fetch.wanted].itemsize)
     for nbytes, fetch in sorted(free, key=lambda item: -item[0]):
-        first = min(fetch.holders, key=lambda who: (load[who], fetch.holders.index(who)))
-        load[first] += nbytes
-        chosen.append(fetch._replace(holders=(first, *(who for who in fetch.holders if who != first))))
+        first = min(fetch.places, key=lambda place: (load[place.file], fetch.places.index(place)))
+        load[first.file] += nbytes
+        chosen.append(fetch._replace(places=(first, *(place for place in fetch.places if place != first))))
     return sorted(chosen, key=lambda fetch: (fetch.wanted, fetch.box.start))
 
 
 def _shared(fetch: Fetch, itemsize: int) -> Iterator[tuple[int, Fetch]]:
-    """A box that several hold in parts that can be divided between them, and the bytes of each."""
+    """A box that lies in several files in parts that can be divided between them, and the bytes of each."""
     nbytes = prod(fetch.box.shape) * itemsize
-    share = -(-nbytes // len(fetch.holders))
+    share = -(-nbytes // len(fetch.places))
     if share < SPLIT_NBYTES:
         yield nbytes, fetch
         return
     for box in chunks(fetch.box, itemsize, share):
-        yield prod(box.shape) * itemsize, fetch._replace(box=box, whole=fetch.whole and box == fetch.box)
+        yield prod(box.shape) * itemsize, fetch._replace(box=box)
 
 
 def chunks(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
@@ -139,7 +146,7 @@ def chunks(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
 class _Tiling:
     """Held boxes of one tensor in an order in which those that can meet a box are found without looking at all."""
 
-    def __init__(self, held: Sequence[HeldBox]) -> None:
+    def __init__(self, held: Sequence[PlacedBox]) -> None:
         self._held = sorted((one for one in held if prod(one.box.shape)), key=lambda one: one.box.start)
         self._starts = [one.box.start[0] if one.box.start else 0 for one in self._held]
         ends = [ends_of(one.box)[0] if one.box.shape else 1 for one in self._held]
@@ -148,10 +155,10 @@ class _Tiling:
     def fetches(self, index: int, box: Box) -> Iterator[Fetch]:
         begin, end = (box.start[0], box.start[0] + box.shape[0]) if box.start else (0, 1)
         first, last = bisect_right(self._last_ends, begin), bisect_left(self._starts, end)
-        for box_held, holders in self._held[first:last]:
+        for box_held, places in self._held[first:last]:
             common = intersection(box, box_held)
             if common is not None:
-                yield Fetch(index, common, holders, whole=common == box_held)
+                yield Fetch(index, common, box_held, places)
 
 
 def tiling_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:

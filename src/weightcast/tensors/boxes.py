@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
-
-import numpy as np
 
 from weightcast.errors import InvalidInput
 from weightcast.tensors.flat import Array
@@ -52,28 +48,6 @@ def box_of(array: Array, box: Box) -> Array:
     """The elements of a box, where they lie."""
     where: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
     return array[(*where, ...)]
-
-
-def run_nbytes(spec: TensorSpec, box: Box) -> int:
-    """How many bytes of a box lie together in its tensor: rows, and all the columns that it has of them."""
-    return prod(box.shape[_outer(spec, box) :]) * spec.dtype.itemsize
-
-
-def box_runs(spec: TensorSpec, box: Box) -> Iterator[tuple[int, int]]:
-    """The stretches of bytes of a tensor that a box is made of, C order: where each begins, and how long it is."""
-    nbytes = run_nbytes(spec, box)
-    strides = [spec.dtype.itemsize * prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
-    begin = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-    for index in np.ndindex(*box.shape[: _outer(spec, box)]) if nbytes else ():
-        yield begin + sum(at * stride for at, stride in zip(index, strides, strict=False)), nbytes
-
-
-def _outer(spec: TensorSpec, box: Box) -> int:
-    """How many dimensions there are outside of what lies together."""
-    dim = len(spec.shape)
-    while dim > 1 and box.shape[dim - 1] == spec.shape[dim - 1]:
-        dim -= 1
-    return max(0, dim - 1)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from weightcast.tensors.spec import TensorSpec
 Algorithm = Literal["xxh3-128", "blake3", "md5"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 DEFAULT: Algorithm = "xxh3-128"
+PIECE_NBYTES = 1 << 20  # of a file that are proved by themselves: a rank that wants a slice fetches whole pieces
 
 
 class _Hash(Protocol):
     def update(self, data: Buffer, /) -> object: ...
+    def digest(self) -> bytes: ...
     def hexdigest(self) -> str: ...
 
 
@@ -48,6 +50,10 @@ class Hasher:
         """The digest of what was taken in so far."""
         return f"{self.algorithm}:{self._hash.hexdigest()}"
 
+    def raw(self) -> bytes:
+        """The same in bytes."""
+        return self._hash.digest()
+
 
 def algorithm_of(digest: str) -> Algorithm:
     """The algorithm that a written digest names."""
@@ -63,6 +69,43 @@ def bytes_digest(data: Buffer, algorithm: Algorithm = DEFAULT) -> str:
     hasher = Hasher(algorithm)
     hasher.update(data)
     return hasher.digest()
+
+
+def digest_nbytes(algorithm: Algorithm) -> int:
+    """How many bytes a digest has where it is not written as text."""
+    return len(Hasher(algorithm).raw())
+
+
+class PieceHasher:
+    """The digests of the pieces of a file, as its bytes come."""
+
+    def __init__(self, algorithm: Algorithm = DEFAULT, piece_nbytes: int = PIECE_NBYTES) -> None:
+        self._algorithm, self._piece_nbytes, self._filled = algorithm, piece_nbytes, 0
+        self._hasher = Hasher(algorithm)
+        self._digests: list[bytes] = []
+
+    def update(self, data: Buffer) -> None:
+        """Take in the next bytes."""
+        view = memoryview(data).cast("B")
+        while view:
+            part = view[: self._piece_nbytes - self._filled]
+            self._hasher.update(part)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == self._piece_nbytes:
+                self._digests.append(self._hasher.raw())
+                self._hasher, self._filled = Hasher(self._algorithm), 0
+
+    def digests(self) -> bytes:
+        """All of them, one after the other; the last piece may be shorter than the others."""
+        return b"".join([*self._digests, *([self._hasher.raw()] if self._filled else [])])
+
+
+def piece_digests(data: Buffer, algorithm: Algorithm = DEFAULT, piece_nbytes: int = PIECE_NBYTES) -> bytes:
+    """The digests of the pieces of a file that is in memory."""
+    hasher = PieceHasher(algorithm, piece_nbytes)
+    hasher.update(data)
+    return hasher.digests()
 
 
 def raw_digest(data: Buffer) -> bytes:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.errors import InvalidInput
 from weightcast.tensors.dtypes import DType
-from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.tensors.spec import TensorSpec
 
 Lanes = NDArray[Any]  # flat and contiguous, uint8, uint16 or uint32
@@ -122,3 +123,23 @@ def from_zigzag(values: Lanes) -> Steps:
     one, signed = values.dtype.type(1), SIGNED[values.itemsize]
     steps: Steps = (values >> one).view(signed) ^ -(values & one).view(signed)
     return steps
+
+
+_SPECIAL: dict[DType, int] = {  # bits that are all set in infinities and NaNs, and in nothing else
+    DType.F64: 0x7FF0_0000_0000_0000, DType.F32: 0x7F80_0000, DType.C64: 0x7F80_0000, DType.BF16: 0x7F80, DType.F16: 0x7C00,
+    DType.F8_E5M2: 0x7C, DType.F8_E4M3: 0x7F, DType.F8_E8M0: 0xFF,
+}  # fmt: skip
+_LOOKED_AT = 1 << 20  # bytes at once: they stay in the cache
+
+
+def check_finite(spec: TensorSpec, data: Bytes) -> None:
+    """Raise `InvalidInput` if bytes of a tensor have a NaN or an infinity. Integers have none."""
+    special = _SPECIAL.get(spec.dtype)
+    if special is None:
+        return
+    unsigned = np.dtype(f"<u{4 if spec.dtype is DType.C64 else spec.dtype.itemsize}")
+    values, mask = data.view(unsigned), unsigned.type(special)
+    step = _LOOKED_AT // unsigned.itemsize
+    for start in range(0, values.size, step):
+        if ((values[start : start + step] & mask) == mask).any():
+            raise InvalidInput(f"tensor {spec.name!r} has a NaN or an infinity, and only finite ones are to be published.")

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State
+from weightcast.errors import SourceFailed
 from weightcast.tensors.flat import Array, Bytes, Pieces
-from weightcast.wire.depot import BoxOf
-from weightcast.wire.manifest import Manifest
+from weightcast.wire.manifest import Manifest, Packing
 
 DeltaUse = Literal["never", "auto", "always"]
 
@@ -18,6 +18,12 @@ DeltaUse = Literal["never", "auto", "always"]
 def delta_use(receiver: object) -> DeltaUse:
     """Whether updates build on what a model holds: the option `deltas` of the source. `auto` where it was not given."""
     chosen: DeltaUse = getattr(receiver, "deltas", "auto")
+    return chosen
+
+
+def packing_use(receiver: object) -> Packing:
+    """Which packing of a delta is taken where there are both: the option `packing` of the source."""
+    chosen: Packing = getattr(receiver, "packing", "gaps")
     return chosen
 
 
@@ -83,9 +89,6 @@ class StateReceiver(Receiver, Protocol):
     def opened_state(self, manifest: Manifest, *, deadline: Deadline) -> AbstractContextManager[State]:
         """The whole state that a version is, read as it is asked for. Nothing is proved by it."""
 
-    def folded(self, deltas: Sequence[Manifest], *, deadline: Deadline) -> Delta:
-        """Delta versions that follow one another as one delta in its sparse form, decoded along the base they start on."""
-
 
 class Landed(NamedTuple):
     """Bytes of a tensor, or of a box, that lie now where they were wanted."""
@@ -132,39 +135,39 @@ class LandingReceiver(Receiver, Protocol):
         """
 
 
-@runtime_checkable
-class MendingReceiver(LandingReceiver, Protocol):
-    """A receiver that can fetch again what came wrong, without fetching all of it again."""
+class Range(NamedTuple):
+    """Bytes of a file of a version, from `start` on, and the memory that they go to."""
 
-    def suspect(self, manifest: Manifest, name: str, memory: Bytes, *, deadline: Deadline) -> list[tuple[int, int]]:
-        """Where a tensor that landed with a wrong digest may be wrong: offsets and sizes."""
-
-    def refetch(
-        self, manifest: Manifest, name: str, memory: Bytes, ranges: Sequence[tuple[int, int]], *, deadline: Deadline
-    ) -> None:
-        """Fetch ranges of a tensor again, from somebody else than who sent them if there is anybody."""
+    file: str
+    start: int
+    memory: Bytes
 
 
 @runtime_checkable
-class BoxReceiver(Receiver, Protocol):
-    """A receiver that can fetch boxes of tensors, so that a rank that holds slices receives those and nothing else."""
+class RangeReceiver(Receiver, Protocol):
+    """A receiver that can fetch any range of any file of a version."""
 
-    def boxes(
-        self, manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]], *, deadline: Deadline
-    ) -> Generator[tuple[int, str], None, None]:
-        """Fill each memory with the bytes of its box, C order; tells the index of each that is there, and the digest that
-        the source says it must have. Nothing is verified. Memory is kept referred to as by `landings`.
+    def ranges(self, manifest: Manifest, wanted: Sequence[Range], *, deadline: Deadline) -> Generator[int, None, None]:
+        """Fill each memory; tells the index of each that is there. Nothing is verified: see `pieces.proved_ranges`.
+
+        Memory is kept referred to as by `landings`.
         """
 
 
 @runtime_checkable
-class CatchUpReceiver(Receiver, Protocol):
-    """A receiver whose source can fold the deltas that lead from one version to another."""
+class MendingReceiver(RangeReceiver, Protocol):
+    """A receiver with several sources of the same bytes."""
 
-    def shortcut(self, manifest: Manifest, held: Manifest, *, sliced: bool, deadline: Deadline) -> Manifest | None:
-        """The same version as one delta on what is held, to be received like any other; None if there is no such delta or
-        it is not cheaper than the way that `manifest` tells. A `sliced` one can be decoded without its base.
-        """
+    def doubt(self, file: str, start: int, stop: int) -> None:
+        """Bytes of a file came wrong: when they are asked for again, they come from somebody else if there is anybody."""
+
+
+class FilesFailed(SourceFailed):
+    """Some files of a version cannot be had, and others can."""
+
+    def __init__(self, message: str, files: Collection[str]) -> None:
+        self.files = frozenset(files)
+        super().__init__(message)
 
 
 @runtime_checkable

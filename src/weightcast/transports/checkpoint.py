@@ -86,7 +86,9 @@ class CheckpointReceiver:
             self._root = sealed.root_digest
             places = {entry.name: entry for entry in contents.tensors}
             tensors = (replace(one, part=places[one.name].part, offset=places[one.name].offset) for one in sealed.tensors)
-            return replace(sealed, parts=contents.parts, tensors=tuple(tensors))
+            pieces = {part.file: part.pieces for part in sealed.parts}
+            parts = (replace(part, pieces=pieces.get(part.file, b"")) for part in contents.parts)
+            return replace(sealed, parts=tuple(parts), tensors=tuple(tensors))
         self._root = contents.root_digest
         named = self._version_file()
         if named is None:
@@ -139,7 +141,7 @@ class CheckpointReceiver:
             manifest = decode_manifest(read_small(path, MAX_MANIFEST_NBYTES), path)
         except FileNotFoundError:
             return None
-        if manifest.base is not None:
+        if manifest.kind == "delta" and manifest.base is not None:
             raise InvalidInput(
                 f"{self._dir} holds version {manifest.version}, which is a delta on {manifest.base.version}: open the store "
                 "it is in instead (file:///store)."

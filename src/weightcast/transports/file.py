@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 
 from weightcast.clock import Deadline
-from weightcast.delta import Delta, State, fold
-from weightcast.errors import BaseVersionMismatch, InvalidInput, SourceFailed
+from weightcast.delta import Delta, State
+from weightcast.errors import SourceFailed
 from weightcast.store import layout
+from weightcast.store.byte_file import ByteFile
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, fold_deltas, moved, resolve
 from weightcast.store.part_state import PartState
@@ -20,6 +21,7 @@ from weightcast.store.reader import VersionReader
 from weightcast.store.store import Store
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import BLOCK_NBYTES, Pieces
+from weightcast.transports.base import Range
 from weightcast.transports.prefetch import prefetched, ring
 from weightcast.wire.manifest import Manifest
 
@@ -37,9 +39,8 @@ class _Walked:
 class FileReceiver:
     """Reads a store. Memory: four blocks of 4 MiB, whatever the size of the version.
 
-    Once `opened_state` or `folded` followed deltas, also the changes since the full version, about 6 bytes each for 16-bit
-    elements, until it is closed: so no delta is decoded twice. Those two decode in the caller's thread alone: they run
-    beside a serving engine.
+    Once `opened_state` followed deltas, also the changes since the full version, about 6 bytes each for 16-bit elements,
+    until it is closed: so no delta is decoded twice. It decodes in the caller's thread alone, beside a serving engine.
     """
 
     def __init__(self, store: Store) -> None:
@@ -67,13 +68,24 @@ class FileReceiver:
         directory = layout.version_dir(self._store.path, manifest.version)
 
         def produce() -> Pieces:
-            if manifest.payload is None:
+            if manifest.kind == "full":
                 with VersionReader(directory, manifest) as reader:
                     yield from reader.pieces(deadline, names=names, buffers=ring(BLOCK_NBYTES), check=False)
-            elif names is None or manifest.payload.file in names:
-                yield from payload_pieces(directory, manifest, deadline, ring(BLOCK_NBYTES))
+            else:
+                yield from payload_pieces(directory, manifest, deadline, ring(BLOCK_NBYTES), names)
 
         return prefetched(produce, deadline=deadline, what=f"reading {manifest.version} from {self.url}")
+
+    def ranges(self, manifest: Manifest, wanted: Sequence[Range], *, deadline: Deadline) -> Generator[int, None, None]:
+        """Read each range; tells the index of each that is there. Nothing is verified."""
+        directory = layout.version_dir(self._store.path, manifest.version)
+        order = sorted(range(len(wanted)), key=lambda index: wanted[index][:2])
+        for file, indices in groupby(order, key=lambda index: wanted[index].file):
+            with ByteFile(directory / file) as opened:
+                for index in indices:
+                    deadline.check(f"reading {manifest.version} from {self.url}")
+                    opened.read_into(wanted[index].memory.data, wanted[index].start)
+                    yield index
 
     @contextmanager
     def opened_state(self, manifest: Manifest, *, deadline: Deadline) -> Iterator[State]:
@@ -90,24 +102,6 @@ class FileReceiver:
             )
         with self._opened(chain, deadline) as parts:
             yield moved(parts, self._walk(chain, parts, deadline))
-
-    def folded(self, deltas: Sequence[Manifest], *, deadline: Deadline) -> Delta:
-        """Delta versions that follow one another as one. The version that the first is based on must be in the store."""
-        if not deltas or deltas[0].base is None:
-            raise InvalidInput(f"{[manifest.version for manifest in deltas]} is not a chain of deltas.")
-        for before, after in pairwise(deltas):
-            _check_follows(before, after)
-        chain = resolve(self._catalog, deltas[0].base.version)
-        _check_follows(chain.end, deltas[0])
-        with self._opened(chain, deadline) as parts:
-            so_far = self._walk(chain, parts, deadline)
-            base = moved(parts, so_far)
-            step = fold_deltas(self._store.path, deltas, base, threads=1, deadline=deadline)
-        if step is None:
-            raise InvalidInput("an empty chain of deltas leads nowhere.")
-        whole = step if so_far is None else fold(so_far, step)
-        self._walked = _Walked(chain.full.root_digest, deltas[-1].version, deltas[-1].root_digest, whole)
-        return step
 
     def close(self) -> None:
         """Forget decoded deltas. No file stays open between calls."""
@@ -130,17 +124,3 @@ class FileReceiver:
         if folded is not None:
             self._walked = _Walked(chain.full.root_digest, chain.end.version, chain.end.root_digest, folded)
         return folded
-
-
-def _check_follows(before: Manifest, after: Manifest) -> None:
-    """Refuse a delta that does not start where the one before it ends."""
-    if after.base is None:
-        raise InvalidInput(f"version {after.version} is a full version: there is no delta to take from it.")
-    if (before.version, before.root_digest) != (after.base.version, after.base.root_digest):
-        raise BaseVersionMismatch(
-            version=after.version,
-            base=after.base.version,
-            base_root=after.base.root_digest,
-            serving=before.version,
-            serving_root=before.root_digest,
-        )

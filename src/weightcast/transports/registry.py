@@ -17,6 +17,7 @@ from weightcast.transports.file import FileReceiver
 from weightcast.transports.ipc.place import read_token
 from weightcast.transports.snapshot import SnapshotReceiver
 from weightcast.wire.decoding import split_url
+from weightcast.wire.manifest import Packing
 
 Source = str | PathLike[str] | Store | Receiver
 Options = dict[str, str]
@@ -111,7 +112,8 @@ _SCHEMES: dict[str, Opener] = {
     "nixl": _open_nixl,
 }
 _LOCAL_SCHEMES = frozenset({"file", "checkpoint", "ipc", "legacy-ipc", "snapshot"})  # directories on this host
-_DELTA_SCHEMES = frozenset({"file", "http", "https", "shares+http", "shares+https", "nixl"})  # they take the option `deltas`
+_DELTA_SCHEMES = frozenset({"file", "http", "https", "ipc", "shares+http", "shares+https", "nixl"})
+_DELTA_OPTIONS = {"deltas": get_args(DeltaUse), "packing": get_args(Packing)}  # that sources of these schemes take
 
 
 def missing_directory(source: str) -> Path | None:
@@ -152,17 +154,18 @@ def open_receiver(source: Source, *, rank: int) -> Receiver:
     except ValueError as error:
         raise InvalidInput(f"{source!r} has options that cannot be read: {error}.") from error
     options = {key: values[-1] for key, values in found.items()}
-    deltas = options.pop("deltas", None) if location.scheme in _DELTA_SCHEMES else None
-    if deltas is not None and deltas not in get_args(DeltaUse):
-        raise InvalidInput(f"deltas={deltas} of {location.scheme}:// must be one of {', '.join(get_args(DeltaUse))}.")
+    chosen = {name: options.pop(name) for name in _DELTA_OPTIONS if location.scheme in _DELTA_SCHEMES and name in options}
+    for name, value in chosen.items():
+        if value not in _DELTA_OPTIONS[name]:
+            raise InvalidInput(f"{name}={value} of {location.scheme}:// must be one of {', '.join(_DELTA_OPTIONS[name])}.")
     receiver = opener(location, options, rank)
-    if deltas is not None:
-        setattr(receiver, "deltas", deltas)  # noqa: B010 - `delta_use` reads it; most receivers bring none
+    for name, value in chosen.items():  # `delta_use` and `packing_use` read them; most receivers bring none
+        setattr(receiver, name, value)
     return receiver
 
 
 def _refuse_unknown(scheme: str, options: Options, known: set[str]) -> None:
     unknown = sorted(options.keys() - known)
     if unknown:
-        allowed = ", ".join(sorted(known | ({"deltas"} if scheme in _DELTA_SCHEMES else set()))) or "none"
+        allowed = ", ".join(sorted(known | (_DELTA_OPTIONS.keys() if scheme in _DELTA_SCHEMES else set()))) or "none"
         raise InvalidInput(f"unknown option(s) {', '.join(unknown)} for {scheme}://; known: {allowed}.")

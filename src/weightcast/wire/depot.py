@@ -9,16 +9,13 @@ from typing import Literal
 
 import msgspec
 
-from weightcast.tensors.boxes import Box, Held
-from weightcast.wire.manifest import Manifest
+from weightcast.tensors.digest import bytes_digest
+from weightcast.wire.manifest import Manifest, is_digest
 
-PREFIX = "/v1"
-PIECE_NBYTES = 4 << 20  # what a relay checks and passes on at once
+PREFIX = "/v1"  # of what a depot answers beside files, which have the paths that they have in a store
 
-# Headers of our own, and those by which the log lines of both ends can be put together.
+# Headers by which the log lines of both ends can be put together.
 ID_HEADERS = {"request_id": "X-Request-Id", "update_id": "Weightcast-Update-Id"}
-QUERY_HEADER = "Weightcast-Query-Digest"  # of the body of a request: if it was changed on the way, it is another question
-DIGESTS_HEADER = "Weightcast-Digests-Nbytes"  # how many bytes at the end of an answer are digests of those before
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -60,41 +57,6 @@ class Catalogue(msgspec.Struct, frozen=True):
     versions: tuple[Offer, ...]
 
 
-class PieceDigests(msgspec.Struct, frozen=True):
-    """The digests of a file in pieces of `piece_nbytes`, the last one shorter."""
-
-    algorithm: str
-    piece_nbytes: int
-    digests: tuple[str, ...]
-
-
-class BoxOf(msgspec.Struct, frozen=True):
-    """A box of a tensor. Its bytes are little-endian, in C order."""
-
-    tensor: str
-    box: Box
-
-
-class BoxQuery(msgspec.Struct, frozen=True):
-    """Asks for the bytes of boxes of a version, one after the other, and behind them for the digest of each."""
-
-    root_digest: str
-    boxes: tuple[BoxOf, ...]
-
-
-class HeldQuery(msgspec.Struct, frozen=True):
-    """Asks for the digests that parameters of a rank, cut from a version, must have."""
-
-    root_digest: str
-    held: tuple[Held, ...]
-
-
-class HeldDigests(msgspec.Struct, frozen=True):
-    """The digests by the names of the parameters."""
-
-    digests: dict[str, str]
-
-
 class Ack(msgspec.Struct, frozen=True):
     """A receiver tells which version it serves now; an empty version: it serves none any more."""
 
@@ -113,10 +75,15 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 def file_tag(manifest: Manifest, file: str) -> str:
-    """The ETag of a file of a version: the same bytes have the same tag at every depot.
+    """The ETag of a file: the same bytes have the same tag at every depot. Empty if the manifest does not list it."""
+    entry = manifest.listed_files.get(file)
+    if entry is None:
+        return ""
+    if manifest.piece_nbytes:
+        return f'"{bytes_digest(entry.pieces)}/{entry.nbytes}"'
+    return f'"{manifest.root_digest}/{file}/{getattr(entry, "header_digest", "")}"'
 
-    The root digest says which tensors a version has, and the digest of its header how they lie in a part: the same state may
-    have been published twice, in other parts or in another order.
-    """
-    header = next((part.header_digest for part in manifest.parts if part.file == file), "")
-    return f'"{manifest.root_digest}/{file}/{header}"'
+
+def is_tag(tag: str) -> bool:
+    """Whether a tag was made by `file_tag`. Other servers of files have tags of their own."""
+    return is_digest(tag.strip('"').partition("/")[0])

@@ -26,7 +26,8 @@ class StageTold(msgspec.Struct, frozen=True, kw_only=True):
 
     `slabs` are the sizes of the pieces of shared memory whose descriptors come with the message, in their order. Two more
     messages follow unless it is an error: the sealed manifests of both versions, nothing for one that is not there. The
-    memory of the first is left alone until whoever asked hangs up.
+    memory of the first is left alone until whoever asked hangs up. If it was written over the other one, `former` is empty,
+    and any byte that the asker sends is answered with the journal of what was written.
     """
 
     code: str | None = None

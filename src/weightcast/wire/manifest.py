@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
-from weightcast.tensors.box_plan import tiling_problems
+from weightcast.tensors.box_plan import Place, PlacedBox, intersection, tiling_problems
 from weightcast.tensors.boxes import Box
-from weightcast.tensors.digest import ALGORITHMS, Algorithm, root_digest
+from weightcast.tensors.digest import (
+    ALGORITHMS,
+    Algorithm,
+    bytes_digest,
+    digest_nbytes,
+    piece_digests,
+    root_digest,
+)
 from weightcast.tensors.dtypes import DType
+from weightcast.tensors.flat import Buffer
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import NO_DIGESTS, ROOT_LABEL, Digests, Sum, add_up, is_sum, root_of_sums
 from weightcast.wire.seal import seal, unseal
 
-FORMAT = 2  # 1 had no sums, and a root digest over the digests of bytes
+Packing = Literal["gaps", "classes"]
+
+FORMAT = 2  # 1 had no sums and no pieces, and a root digest over the digests of bytes
 MAX_MANIFEST_NBYTES = 1 << 30
+MAX_PIECE_NBYTES = 64 << 20  # what is fetched again if a byte of it is wrong
 _MAX_CREATED_S = 1 << 36  # the year 4147
 
 # Keys of `metadata` in which a source says what it recorded beside the version: the rank whose file it is and the number of
@@ -31,6 +43,7 @@ RANK, RANKS, ROOT = "weightcast.rank", "weightcast.ranks", "weightcast.root"
 
 _DIGITS = 10  # of a number in metadata
 _ROOT_OF_SUMS = re.compile(rf"{ROOT_LABEL}:[0-9a-f]{{32}}")
+_SEAL = re.compile(r"([0-9a-f]{32})?")
 _VERSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
 
@@ -87,40 +100,86 @@ def entry_of(
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One safetensors file. Its tensors' digests cover the data; `header_digest` covers the bytes before the data."""
+    """One safetensors file. Its tensors' digests cover the data; `header_digest` covers the bytes before the data.
+
+    `pieces` has the digests of its pieces, one after the other.
+    """
 
     file: str
     nbytes: int
     header_nbytes: int
     header_digest: str
+    pieces: bytes = b""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that travels with a version unchanged: the index, a config, a tokenizer."""
+    """A file that travels with a version unchanged: the index, a config, a tokenizer; or the payload of a delta."""
 
     file: str
     nbytes: int
     digest: str
+    pieces: bytes = b""
+
+
+def file_entry(file: str, data: Buffer, algorithm: Algorithm) -> FileEntry:
+    """The entry of a file that is in memory."""
+    view = memoryview(data).cast("B")
+    digest, pieces = bytes_digest(view, algorithm), piece_digests(view, algorithm)
+    return FileEntry(file=file, nbytes=len(view), digest=digest, pieces=pieces)
+
+
+class FilePiece(NamedTuple):
+    """Bytes of a file that are proved by one digest."""
+
+    start: int
+    stop: int
+    digest: str
+
+
+class PayloadEntry(FileEntry, frozen=True, kw_only=True):
+    """A packed delta. `table` is where its table begins, and `seal`, in hex, what covers head and table.
+
+    So a receiver fetches the table, and then the chunks that it needs. In format 1 neither is known, nor is the packing.
+    Where publishers hold versions in shared memory, it lies at `offset` of that of publisher `part`.
+    """
+
+    packing: Packing | None = None
+    table: int = 0
+    seal: str = ""
+    part: int = 0
+    offset: int = 0
 
 
 class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a delta was built on, and the root digest it must have."""
+    """The version that a delta was built on, and the root digest it must have.
+
+    One of several publishers does not know that of the whole: it tells the `sums` of what it has, and has an own root.
+    """
 
     version: str
     root_digest: str
+    sums: dict[str, str] = {}
+
+
+class ShareFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one of several publishers that share a version, as a file: boxes of tensors, each in C order."""
+
+    file: str
+    nbytes: int
+    pieces: bytes
 
 
 class BoxEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a tensor that publishers hold, and the ranks of those publishers.
+    """A box of a tensor that publishers hold: the ranks of those publishers, and where it lies in the file of each.
 
-    `digest` covers the raw bytes of the box, C order. `sum` is what the box adds to the sum of its tensor.
+    `sum` is what the box adds to the sum of its tensor.
     """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    digest: str
     ranks: tuple[int, ...]
-    sum: str = ""
+    offsets: tuple[int, ...]
+    sum: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +189,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     snapshot without a manifest); all digests are then empty. `tied` maps a name to the name that holds its bytes.
 
     A delta describes the whole new state too: `tensors` has an entry for each of its tensors, with its sum but without a
-    place. Its bytes are one packed delta, `payload`, which leads there from `base`.
+    place. Its bytes are packed deltas, `payloads`, which lead there from `base`: all those of one packing together. A full
+    version may have payloads too, for receivers that hold their base.
+
+    Its files are proved in pieces of `piece_nbytes`; in format 1, where that is 0, by the digests of what lies in them.
 
     A version that several publishers share, each with boxes of its tensors, has them in `boxes`: they cover each tensor
-    exactly once, and their sums add up to that of the tensor, which has no digest of its own.
+    exactly once, and their sums add up to that of the tensor, which has no digest of its own. They lie in the `shares`, the
+    file of each rank, which its publisher serves.
     """
 
     version: str
@@ -150,8 +213,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseRef | None = None
     metadata: dict[str, str] = {}
     format: int = FORMAT
-    payload: FileEntry | None = None
+    payload: FileEntry | None = None  # in format 1 only: `decode_manifest` makes it one of `payloads`
+    payloads: tuple[PayloadEntry, ...] = ()
     boxes: dict[str, tuple[BoxEntry, ...]] = {}
+    piece_nbytes: int = 0
+    shares: tuple[ShareFile, ...] = ()
 
     def recorded(self, key: str) -> int | None:
         """A number that a source recorded in the metadata; None if there is none."""
@@ -168,19 +234,88 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(entry.nbytes for entry in self.tensors)
 
     def transfers(self) -> dict[str, TensorEntry]:
-        """What a transport moves for this version, by name: its tensors, or a delta's payload as one tensor of bytes."""
-        if self.payload is None:
+        """What a transport moves for this version, by name: its tensors, or a delta's payloads, each a tensor of bytes."""
+        if self.kind == "full":
             return {entry.name: entry for entry in self.tensors}
-        file = self.payload
-        entry = TensorEntry(
-            name=file.file, dtype=DType.U8, shape=(file.nbytes,), part=0, offset=0, nbytes=file.nbytes, digest=file.digest
-        )
-        return {file.file: entry}
+        return {
+            file.file: TensorEntry(
+                name=file.file,
+                dtype=DType.U8,
+                shape=(file.nbytes,),
+                part=file.part,
+                offset=file.offset,
+                nbytes=file.nbytes,
+                digest=file.digest,
+            )
+            for file in self.payloads
+        }
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(payload.nbytes for payload in self.payloads)
+
+    def as_delta(self) -> Manifest:
+        """The same as the delta on its base, of which only payloads are moved."""
+        return self if self.kind == "delta" else msgspec.structs.replace(self, kind="delta", parts=())
+
+    def owner(self, name: str, box: Box) -> int:
+        """Of publishers that share a version, the one whose payload tells of a box. Several may hold the same box."""
+        for held in self.boxes.get(name, ()):
+            if intersection(Box(held.start, held.shape), box) is not None:
+                return held.ranks[0]
+        return 0
+
+    @property
+    def listed_files(self) -> dict[str, PartEntry | FileEntry | ShareFile]:
+        """The files that the version is made of, small ones first."""
+        listed: list[PartEntry | FileEntry | ShareFile] = [*self.files, *self.payloads, *self.parts, *self.shares]
+        return {entry.file: entry for entry in listed}
+
+    def places(self, entry: TensorEntry) -> list[PlacedBox]:
+        """Where the bytes of a tensor of a full version lie: all of them in a part, or in boxes in several files."""
+        if not self.shares:
+            return [PlacedBox(Box.whole(entry.shape), (Place(self.parts[entry.part].file, entry.offset),))]
+        return [
+            PlacedBox(
+                Box(box.start, box.shape),
+                tuple(Place(self.shares[rank].file, at) for rank, at in zip(box.ranks, box.offsets, strict=True)),
+            )
+            for box in self.boxes[entry.name]
+        ]
+
+    def pieces(self, file: str) -> list[FilePiece]:
+        """The pieces of a file, front to back, without a gap."""
+        entry, size, algorithm = self.listed_files[file], self.piece_nbytes, self.algorithm
+        if size and algorithm is not None:
+            width = digest_nbytes(algorithm)
+            return [
+                FilePiece(
+                    index * size,
+                    min((index + 1) * size, entry.nbytes),
+                    f"{algorithm}:{entry.pieces[index * width : (index + 1) * width].hex()}",
+                )
+                for index in range(-(-entry.nbytes // size))
+            ]
+        if isinstance(entry, FileEntry):
+            return [FilePiece(0, entry.nbytes, entry.digest)] if entry.nbytes else []
+        if isinstance(entry, ShareFile):
+            raise InvalidInput(f"{file} of version {self.version} has no pieces.")
+        lying = [one for one in self.tensors if one.nbytes and self.parts[one.part].file == file]
+        data = [FilePiece(one.offset, one.offset + one.nbytes, one.digest) for one in lying]
+        return [FilePiece(0, entry.header_nbytes, entry.header_digest), *sorted(data)]
 
     def by_name(self) -> dict[str, TensorEntry]:
         """Every name of the version with the entry that holds its bytes; tied names lead to the same entry."""
         entries = {entry.name: entry for entry in self.tensors}
         return entries | {name: entries[holder] for name, holder in self.tied.items()}
+
+
+def chosen_payloads(manifest: Manifest, wanted: Packing = "gaps") -> tuple[PayloadEntry, ...]:
+    """The payloads of one packing, which lead to a version: the wanted one if there are both."""
+    packings = {payload.packing for payload in manifest.payloads}
+    chosen = wanted if wanted in packings else next(iter(packings), None)
+    return tuple(payload for payload in manifest.payloads if payload.packing == chosen)
 
 
 def summed_names(tied: Mapping[str, str]) -> dict[str, str]:
@@ -239,6 +374,10 @@ def decode_manifest(data: bytes, path: AnyPath) -> Manifest:
     `path` is only for messages. Raises `ManifestCorrupt` with all problems, or `UnsupportedFormat` for a newer format.
     """
     manifest = unseal(data, path, Manifest, newest=FORMAT)
+    if manifest.payload is not None:
+        old = manifest.payload
+        payload = PayloadEntry(file=old.file, nbytes=old.nbytes, digest=old.digest)
+        manifest = msgspec.structs.replace(manifest, payload=None, payloads=(payload,))
     problems = list(find_problems(manifest))
     if problems:
         raise ManifestCorrupt(path, problems)
@@ -251,20 +390,18 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         yield f"version id {manifest.version!r} is not allowed"
     if manifest.algorithm is None:
         yield "it has no digests"
-    if (manifest.base is None) != (manifest.kind == "full"):
-        yield f"kind {manifest.kind} with base {manifest.base}"
-    if (manifest.payload is None) != (manifest.kind == "full") or (manifest.payload is not None and manifest.parts):
-        yield f"kind {manifest.kind} with payload {manifest.payload} and {len(manifest.parts)} part(s)"
+    if manifest.kind == "delta" and (manifest.base is None or manifest.parts):
+        yield f"kind {manifest.kind} with base {manifest.base} and {len(manifest.parts)} part(s)"
     if manifest.base is not None and manifest.base.version == manifest.version:
         yield "it is its own base"
     if manifest.base is not None and not _VERSION_ID.fullmatch(manifest.base.version):
         yield f"base {manifest.base.version!r} is not a version id"
     if not 0 <= manifest.created_s < _MAX_CREATED_S:
         yield f"it was made {manifest.created_s} s after 1970"
-    payload = [manifest.payload] if manifest.payload is not None else []
+    yield from piece_problems(manifest)
     yield from (
         f"file {file.file[:200]!r} has {file.nbytes} bytes and digest {file.digest[:80]!r}"
-        for file in (*manifest.files, *payload)
+        for file in (*manifest.files, *manifest.payloads)
         if file.nbytes < 0 or not _is_digest(file.digest, manifest.algorithm)
     )
     yield from (
@@ -272,19 +409,72 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         for part in manifest.parts
         if not 0 < part.header_nbytes <= part.nbytes
     )
-    files = [part.file for part in manifest.parts] + [file.file for file in (*manifest.files, *payload)]
+    files = [file.file for file in (*manifest.files, *manifest.payloads)]
+    files += [part.file for part in manifest.parts] + [share.file for share in manifest.shares]
+    yield from payload_problems(manifest)
     yield from repeats("file", files)
     yield from (f"file name {file!r} is not allowed" for file in files if not is_file_name(file))
     yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])
     yield from tie_problems(manifest)
-    placed = manifest.format == 1 or (manifest.kind == "full" and not manifest.boxes)
+    placed = manifest.format == 1 or (manifest.kind == "full" and not manifest.shares)
     yield from tensor_problems(manifest.tensors, manifest.algorithm, summed=manifest.format > 1, placed=placed)
-    if manifest.boxes:
+    if manifest.shares or manifest.boxes:
         yield from box_problems(manifest)
     elif manifest.kind == "full":
         yield from place_problems(manifest.parts, manifest.tensors)
     if manifest.root_digest != _root_or_none(manifest):
         yield "the root digest does not follow from the tensors"
+
+
+def payload_problems(manifest: Manifest) -> Iterator[str]:
+    """Payloads without a base, a base without payloads, and places that cannot be."""
+    if (manifest.base is None) != (not manifest.payloads):
+        yield f"base {manifest.base} with {len(manifest.payloads)} payload(s)"
+    if manifest.base is not None and not all(map(is_sum, manifest.base.sums.values())):
+        yield "the sums of its base are not sums"
+    for payload in manifest.payloads:
+        if not 0 <= payload.table <= payload.nbytes or not _SEAL.fullmatch(payload.seal) or payload.offset < 0:
+            yield (
+                f"payload {payload.file[:200]!r} of {payload.nbytes} bytes at {payload.offset} has its table at byte "
+                f"{payload.table} and seal {payload.seal[:80]!r}"
+            )
+
+
+def merged_base(
+    tensors: Sequence[TensorEntry], bases: Sequence[BaseRef | None], boxes: Mapping[str, Sequence[BoxEntry]] | None = None
+) -> BaseRef | None:
+    """The base of what several publishers share; None unless all have a delta on the same version.
+
+    Each tells what its tensors, or its `boxes` of them, add to the sums of the base. A box that several hold counts once.
+    """
+    known = [base for base in bases if base is not None]
+    if len(known) < len(bases) or len({base.version for base in known}) > 1:
+        return None
+    sums: dict[str, Sum] = {}
+    for entry in tensors:
+        summed = entry.summed_as or entry.name
+        told = [base.sums.get(summed) for base in known]
+        if boxes is not None:
+            told = [told[box.ranks[0]] for box in boxes[entry.name]]
+        else:
+            told = [one for one in told if one is not None]
+        if None in told or (boxes is None and not told):
+            return None
+        sums[entry.name] = add_up(Sum.parse(one) for one in told if one is not None)
+    root = root_of_sums((entry.sum_spec, str(sums[entry.name])) for entry in tensors)
+    return BaseRef(version=known[0].version, root_digest=root)
+
+
+def piece_problems(manifest: Manifest) -> Iterator[str]:
+    """Files that do not have a digest for each of their pieces."""
+    size = manifest.piece_nbytes
+    if not (0 < size <= MAX_PIECE_NBYTES if manifest.format > 1 else size == 0):
+        yield f"its files have pieces of {size} bytes"
+        return
+    width = digest_nbytes(manifest.algorithm) if manifest.algorithm is not None else 0
+    for entry in manifest.listed_files.values() if size else ():
+        if len(entry.pieces) != width * -(-entry.nbytes // size):
+            yield f"file {entry.file[:200]!r} has {entry.nbytes} bytes, and digests of pieces in {len(entry.pieces)} bytes"
 
 
 def tie_problems(manifest: Manifest) -> Iterator[str]:
@@ -312,11 +502,21 @@ def box_problems(manifest: Manifest) -> Iterator[str]:
             yield from (f"tensor {name!r}: {problem}" for problem in tiling_problems(entry.shape, covering))
         except InvalidInput as error:
             yield f"tensor {name!r}: {error}"
+            continue
         for box in boxes:
-            if not _is_digest(box.digest, manifest.algorithm) or not is_sum(box.sum) or not box.ranks:
-                yield f"tensor {name!r} has a box with digest {box.digest!r} and sum {box.sum!r} at ranks {list(box.ranks)}"
+            if not is_sum(box.sum) or not _is_placed(box, entry, manifest.shares):
+                yield f"tensor {name!r} has a box with sum {box.sum!r} at {list(box.offsets)} of ranks {list(box.ranks)}"
         if all(is_sum(box.sum) for box in boxes) and entry.sum != str(add_up(Sum.parse(box.sum) for box in boxes)):
             yield f"the sum of tensor {name!r} does not follow from its boxes"
+
+
+def _is_placed(box: BoxEntry, entry: TensorEntry, shares: tuple[ShareFile, ...]) -> bool:
+    """Whether a box lies in the files of the ranks that hold it."""
+    nbytes = prod(box.shape) * entry.dtype.itemsize
+    return 0 < len(box.ranks) == len(box.offsets) and all(
+        0 <= rank < len(shares) and 0 <= at <= shares[rank].nbytes - nbytes
+        for rank, at in zip(box.ranks, box.offsets, strict=True)
+    )
 
 
 def _root_or_none(manifest: Manifest) -> str | None:

@@ -14,31 +14,43 @@ from weightcast.tensors.digest import Algorithm, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Digests, Sum, add_up, is_sum
-from weightcast.wire.manifest import BoxEntry, Manifest, TensorEntry, compute_root, entry_of, find_problems, summed_names
+from weightcast.wire.manifest import (
+    BaseRef,
+    BoxEntry,
+    Manifest,
+    PayloadEntry,
+    ShareFile,
+    TensorEntry,
+    compute_root,
+    entry_of,
+    find_problems,
+    merged_base,
+    summed_names,
+)
 from weightcast.wire.seal import seal, unseal
 
-FORMAT = 2  # 1 had no sums
+FORMAT = 2  # 1 had no sums and no places
 
 
 class ShareEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The box of a tensor that a publisher holds. `shape` is that of the whole tensor; `digest` covers the box, C order.
-
-    `sum` is what the box adds to the sum of the tensor.
+    """The box of a tensor that a publisher holds. `shape` is that of the whole tensor; `offset` is where the box lies in the
+    file of the publisher, in C order; `sum` is what it adds to the sum of the tensor.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     box: Box
-    digest: str
-    sum: str = ""
+    offset: int
+    sum: str
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What the publisher of one of several trainer ranks holds of a version.
+    """What the publisher of one of several trainer ranks holds of a version: one file of `nbytes`, proved in `pieces`.
 
-    `root_digest` covers all its entries: it is what a request for bytes of it names. `tied` maps a name to the name that
-    holds its bytes at this rank; `tied_sums` has what those bytes add to the sum of a tensor of that name.
+    `root_digest` covers all its entries. `tied` maps a name to the name that holds its bytes at this rank; `tied_sums` has
+    what those bytes add to the sum of a tensor of that name. Beside it lie the changes since the `base`, if the publisher
+    holds that too: `payloads`.
     """
 
     version: str
@@ -50,10 +62,20 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Algorithm
     root_digest: str
     entries: tuple[ShareEntry, ...]
+    nbytes: int
+    pieces: bytes
+    piece_nbytes: int
     tied: dict[str, str] = {}
     metadata: dict[str, str] = {}
     format: int = FORMAT
     tied_sums: dict[str, str] = {}
+    base: BaseRef | None = None
+    payloads: tuple[PayloadEntry, ...] = ()
+
+
+def share_file(rank: int) -> str:
+    """The name of the file that a publisher serves of a version that several share."""
+    return f"share-{rank:05d}.bin"
 
 
 def share_root(entries: Sequence[ShareEntry], algorithm: Algorithm) -> str:
@@ -62,7 +84,7 @@ def share_root(entries: Sequence[ShareEntry], algorithm: Algorithm) -> str:
         (
             (
                 TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape),
-                f"{','.join(map(str, entry.box.start))};{','.join(map(str, entry.box.shape))};{entry.digest};{entry.sum}",
+                f"{','.join(map(str, entry.box.start))};{','.join(map(str, entry.box.shape))};{entry.sum}",
             )
             for entry in entries
         ),
@@ -85,6 +107,10 @@ def decode_share(data: bytes, where: AnyPath) -> Share:
             raise ManifestCorrupt(where, "the root digest does not follow from the boxes")
         if not all(map(is_sum, (*(entry.sum for entry in share.entries), *share.tied_sums.values()))):
             raise ManifestCorrupt(where, "it has boxes without sums")
+        if share.base is not None and not all(map(is_sum, share.base.sums.values())):
+            raise ManifestCorrupt(where, "its base has no sums")
+        if any(payload.part != share.rank for payload in share.payloads):
+            raise ManifestCorrupt(where, "its payloads are those of another rank")
         if share.tied.keys() != share.tied_sums.keys():
             raise ManifestCorrupt(where, "it has tied names without sums")
     except UnsupportedFormat:
@@ -116,6 +142,9 @@ def merged(shares: Sequence[Share]) -> Manifest:
     problems += _tie_problems(shares, summed_as)
     boxes = {name: _boxes(entries) for name, entries in held.items()}
     tensors = tuple(_tensor(entries[0][1], boxes[name], summed_as.get(name, "")) for name, entries in held.items())
+    base = None
+    if not problems and all(share.tied.keys() == tied.keys() for share in shares):  # else a name has other bytes somewhere
+        base = merged_base(tensors, [share.base for share in shares], boxes)
     manifest = Manifest(
         version=first.version,
         sequence=max(share.sequence for share in shares),
@@ -129,6 +158,10 @@ def merged(shares: Sequence[Share]) -> Manifest:
         tied=tied,
         metadata={key: value for share in shares for key, value in share.metadata.items()},
         boxes=boxes,
+        base=base,
+        payloads=() if base is None else tuple(payload for share in shares for payload in share.payloads),
+        piece_nbytes=first.piece_nbytes,
+        shares=tuple(ShareFile(file=share_file(one.rank), nbytes=one.nbytes, pieces=one.pieces) for one in shares),
     )
     if not missing:  # else what they hold would be told as holes
         problems += find_problems(manifest)
@@ -150,7 +183,7 @@ def _rank_problems(shares: Sequence[Share]) -> Iterator[str]:
 
 def _disagreements(shares: Sequence[Share]) -> Iterator[str]:
     """What all publishers must say alike and do not."""
-    for field in ("version", "ranks", "step", "algorithm"):
+    for field in ("version", "ranks", "step", "algorithm", "piece_nbytes"):
         told = [(getattr(share, field), share.rank) for share in shares]
         if len({value for value, _ in told}) > 1:
             yield f"{field} is {', '.join(f'{value} at rank {rank}' for value, rank in told)}"
@@ -202,10 +235,10 @@ def _entry_problems(entries: Sequence[tuple[int, ShareEntry]]) -> Iterator[str]:
         yield f"tensor {name!r} is {described}"
     same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, str]]] = defaultdict(list)
     for rank, entry in entries:
-        same[entry.box.start, entry.box.shape].append((rank, f"{entry.digest} with {entry.sum}"))
+        same[entry.box.start, entry.box.shape].append((rank, entry.sum))
     for (start, shape), told in same.items():
-        if prod(shape) and len({digest for _, digest in told}) > 1:
-            described = ", ".join(f"{digest} at rank {rank}" for rank, digest in told)
+        if prod(shape) and len({total for _, total in told}) > 1:
+            described = ", ".join(f"{total} at rank {rank}" for rank, total in told)
             yield f"the box of tensor {name!r} at {list(start)} of shape {list(shape)} is {described}"
 
 
@@ -216,7 +249,11 @@ def _boxes(entries: Sequence[tuple[int, ShareEntry]]) -> tuple[BoxEntry, ...]:
             same[entry.box.start, entry.box.shape].append((rank, entry))
     return tuple(
         BoxEntry(
-            start=start, shape=shape, digest=told[0][1].digest, ranks=tuple(rank for rank, _ in told), sum=told[0][1].sum
+            start=start,
+            shape=shape,
+            ranks=tuple(rank for rank, _ in told),
+            offsets=tuple(entry.offset for _, entry in told),
+            sum=told[0][1].sum,
         )
         for (start, shape), told in sorted(same.items())
     )

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
+from math import prod
 
+import numpy as np
+
+from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.delta import ArrayState, Delta, decode, decode_chain, fold, move
-from weightcast.delta.container import check_table, packing_of
-from weightcast.delta.sparse import check_specs
-from weightcast.tensors.flat import Array
+from weightcast.delta import ArrayState, Delta, MovedState, State, fold, move
+from weightcast.delta.container import Block, Chunk, Table, frame_of, head_of, read_table
+from weightcast.delta.decoder import decode_chunks
+from weightcast.delta.runs import Run, assemble, slice_runs
+from weightcast.delta.sparse import TensorDelta, check_specs, folded_tensors
+from weightcast.delta.states import block_lanes
+from weightcast.errors import DeadlineExceeded, DeltaCorrupt, UpdateCancelled, WeightcastError
+from weightcast.tensors.box_plan import intersection
+from weightcast.tensors.boxes import Box, Held, Placement, box_of
+from weightcast.tensors.digest import DEFAULT
+from weightcast.tensors.flat import Array, Bytes
+from weightcast.tensors.kernels import kernels
+from weightcast.tensors.lanes import Lanes, kind_of, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
-from weightcast.transports.base import Provider, Receiver
-from weightcast.wire.manifest import Manifest
+from weightcast.transports.base import Provider, Range, RangeReceiver, Receiver, packing_use
+from weightcast.transports.pieces import proved_ranges
+from weightcast.wire.manifest import Manifest, PayloadEntry, chosen_payloads
 from weightcast.worker.fit import Plan
 from weightcast.worker.staging import Staging
+
+log = logs.get(__name__)
+
+Parameters = Callable[[], Mapping[str, Array]]
+
+_HOLE_NBYTES = 16 << 10  # less than this between two chunks is fetched with them: a request costs more
+
+
+class Unaligned(Exception):
+    """A rank cannot decode its part of a delta along what it holds, and says why."""
 
 
 def live_state(plan: Plan) -> ArrayState:
@@ -26,80 +52,356 @@ def live_state(plan: Plan) -> ArrayState:
 
 
 @dataclass(frozen=True)
-class DeltaChain:
-    """Deltas that follow one another: packed, or, from a provider, worked out beforehand.
+class Payload:
+    """A packed delta of a publisher in memory, of which only `chunks` need be there."""
 
-    `specs` are the tensors that the packed ones must be about, as the manifest of the last one says.
-    """
+    view: memoryview
+    table: Table
+    chunks: tuple[Chunk, ...]
+    rank: int = 0
 
-    payloads: tuple[memoryview, ...] = ()
-    ready: tuple[Delta, ...] = ()
-    specs: Mapping[str, TensorSpec] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.payloads or self.ready)
+@dataclass(frozen=True)
+class Packed:
+    """The packed deltas that together lead to a version, and what was fetched of them."""
+
+    payloads: tuple[Payload, ...]
+    wanted: _Wanted
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that were fetched."""
-        return sum(map(len, self.payloads))
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors of the version."""
+        return self.wanted.specs
 
     @property
     def needs_no_base(self) -> bool:
         """Whether it can be decoded without the state it starts on."""
-        return all(packing_of(payload) == "gaps" for payload in self.payloads)
+        return all(one.table.packing == "gaps" for one in self.payloads)
+
+    def runs(self, old: Callable[[Block], Lanes] | None, *, threads: int | None = None) -> list[Run]:
+        """All changes that were fetched."""
+        found: list[Run] = []
+        for one in self.payloads:
+            runs = decode_chunks(one.view, one.table, one.chunks, old, threads=threads)
+            found += [run for run in runs if self.wanted.takes(run, one.rank)]
+        return found
+
+    def along(self, state: State | None, *, threads: int | None = None) -> Delta:
+        """All changes, as a delta of whole tensors."""
+        old = None if state is None else lambda block: block_lanes(state, block)
+        return Delta(self.specs, assemble(self.specs, self.runs(old, threads=threads)))
+
+
+@dataclass(frozen=True)
+class DeltaChain:
+    """Deltas that follow one another: packed, or, from a provider, worked out beforehand."""
+
+    packed: tuple[Packed, ...] = ()
+    ready: tuple[Delta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.packed or self.ready)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were fetched."""
+        return sum(one.nbytes for one in self.packed)
+
+    @property
+    def needs_no_base(self) -> bool:
+        """Whether it can be decoded without the state it starts on."""
+        return all(one.needs_no_base for one in self.packed)
 
     def fits(self, plan: Plan, manifest: Manifest) -> bool:
         """Whether it can be decoded along a model that holds the version it starts on. A model that ignores tensors of the
         version can follow only a packing that needs no base.
         """
-        return _holds_all(plan, manifest) or self.needs_no_base
+        return self.needs_no_base or _holds_all(plan, manifest)
 
     def along(self, plan: Plan, manifest: Manifest) -> Delta:
         """All of it as one delta, decoded along the live weights, which hold the version that the first is based on."""
-        if self.ready:
-            folded = reduce(fold, self.ready)
-        elif _holds_all(plan, manifest):
-            return decode_chain(self.payloads, live_state(plan))
-        else:
-            folded = reduce(fold, (decode(payload, specs=self.specs) for payload in self.payloads))
+        folded = self._folded(live_state(plan) if _holds_all(plan, manifest) else None)
         entries = plan.entries
         touched = folded.tensors.keys() & entries.keys()
         check_specs({name: folded.tensors[name].spec for name in touched}, {name: entries[name].spec for name in touched})
         return folded
 
-    def alone(self) -> Delta:
-        """All of it as one delta, decoded without the state it starts on: packed as `gaps`. In the caller's thread, as it
-        runs beside an engine.
+    def _folded(self, state: State | None) -> Delta:
+        if self.ready:
+            return reduce(fold, self.ready)
+        if self.needs_no_base:
+            return _fold_all(one.along(None) for one in self.packed)
+        folded: Delta | None = None
+        for one in self.packed:
+            step = one.along(state if state is None or folded is None else MovedState(state, folded))
+            folded = step if folded is None else fold(folded, step)
+        return folded or Delta({}, {})
+
+    def sliced(self, held: Sequence[Held], live: Parameters | None, check: Callable[[], None]) -> Delta:
+        """What the parameters of a rank take of all of it. In the caller's thread, as it runs beside an engine.
+
+        `live` gives the parameters as they are now, which hold the version that the first delta is based on. Raises
+        `Unaligned` if chunks that are needed are packed along more of the base than the rank holds.
         """
-        return reduce(fold, self.ready or [decode(payload, specs=self.specs, threads=1) for payload in self.payloads])
+        if self.needs_no_base:
+            return _fold_all(self._each_sliced(held, check))
+        if live is None:
+            raise Unaligned("it is packed as 'classes', and the parameters are not in host memory")
+        rank = _RankBase(held, live(), self.packed[-1].specs)
+        for one in self.packed:
+            rank.add(one.runs(rank.lanes, threads=1))
+            check()
+        return slice_runs(self.packed[-1].specs, rank.runs(), held)
+
+    def _each_sliced(self, held: Sequence[Held], check: Callable[[], None]) -> Iterator[Delta]:
+        for one in self.packed:
+            yield slice_runs(one.specs, one.runs(None, threads=1), held)
+            check()
 
     def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
         """Bring private arrays from the version that the first is based on to the last, `version`."""
-        for payload in self.payloads:
-            move(arrays, decode(payload, arrays))
+        for one in self.packed:
+            move(arrays, one.along(ArrayState(arrays)))
             deadline.check(f"decoding the deltas to {version}")
         for delta in self.ready:
             move(arrays, delta)
 
 
-def fetched_chain(receiver: Receiver, deltas: Sequence[Manifest], *, checksum: bool, deadline: Deadline) -> DeltaChain:
-    """The deltas, each whole and, unless declined, as published."""
+def _fold_all(deltas: Iterable[Delta]) -> Delta:
+    """Deltas that follow one another as one. Those of like size are folded first, so that each change is moved few times."""
+    piles: list[tuple[int, Delta]] = []  # how many deltas each stands for; fewer and fewer
+    for delta in deltas:
+        count, folded = 1, delta
+        while piles and piles[-1][0] <= count:
+            before = piles.pop()
+            count, folded = count + before[0], fold(before[1], folded)
+        piles.append((count, folded))
+    return reduce(fold, [delta for _, delta in piles])
+
+
+# -- fetching ------------------------------------------------------------------------------------------------------
+
+
+def fetched_chain(
+    receiver: Receiver,
+    deltas: Sequence[Manifest],
+    *,
+    checksum: bool,
+    deadline: Deadline,
+    held: Sequence[Held] | None = None,
+) -> DeltaChain:
+    """The deltas, as published unless that is declined. A rank needs no more than the chunks with boxes of `held`."""
     if isinstance(receiver, Provider):
         return DeltaChain(ready=tuple(receiver.changes(manifest) for manifest in deltas))
-    fetched: list[memoryview] = []
-    specs: dict[str, TensorSpec] = {}
-    for manifest in deltas:
+    return DeltaChain(tuple(_fetched(receiver, manifest.as_delta(), held, checksum, deadline) for manifest in deltas))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is needed of a delta: all of it, or, for a rank, what its boxes have of it."""
+
+    manifest: Manifest
+    specs: Mapping[str, TensorSpec]
+    boxes: Mapping[str, Sequence[Box]] | None
+
+    @classmethod
+    def of(cls, manifest: Manifest, held: Sequence[Held] | None) -> _Wanted:
+        boxes: dict[str, list[Box]] = {}
+        for one in held or ():
+            for placement in one.placements:
+                boxes.setdefault(placement.source, []).append(placement.box)
         specs = {entry.name: entry.spec for entry in manifest.tensors}
-        staging = Staging(manifest.transfers())
+        return cls(manifest, specs, None if held is None else boxes)
+
+    def chunks(self, table: Table, rank: int) -> tuple[Chunk, ...]:
+        """The chunks of the payload of a publisher that have something of it, and that no other publisher tells too."""
+        return tuple(chunk for chunk in table.chunks if any(self._needs(block, rank) for block in chunk.blocks))
+
+    def takes(self, run: Run, rank: int) -> bool:
+        """Whether changes are not told by another publisher, which holds the same box."""
+        if not self.manifest.boxes:
+            return True
+        block = Block(run.tensor, run.start, max(1, run.lanes), 0, run.box)
+        return self.manifest.owner(run.tensor, block.bounds(self.specs[run.tensor])) == rank
+
+    def _needs(self, block: Block, rank: int) -> bool:
+        if self.boxes is None and not self.manifest.boxes:
+            return True
+        bounds = block.bounds(self.specs[block.tensor])
+        if self.manifest.boxes and self.manifest.owner(block.tensor, bounds) != rank:
+            return False
+        if self.boxes is None:
+            return True
+        return any(intersection(bounds, box) is not None for box in self.boxes.get(block.tensor, ()))
+
+
+def _fetched(
+    receiver: Receiver, manifest: Manifest, held: Sequence[Held] | None, checksum: bool, deadline: Deadline
+) -> Packed:
+    wanted = _Wanted.of(manifest, held)
+    payloads, nbytes = [], 0
+    for entry in chosen_payloads(manifest, packing_use(receiver)):
+        found = None
+        if held is not None and isinstance(receiver, RangeReceiver) and entry.seal and checksum:
+            found = _fetch_parts(receiver, manifest, entry, wanted, deadline)
+        payload, size = found or _fetch_whole(receiver, manifest, entry, wanted, checksum, deadline)
+        payloads.append(payload)
+        nbytes += size
+    return Packed(tuple(payloads), wanted, nbytes)
+
+
+def _fetch_whole(
+    receiver: Receiver, manifest: Manifest, entry: PayloadEntry, wanted: _Wanted, checksum: bool, deadline: Deadline
+) -> tuple[Payload, int]:
+    if isinstance(receiver, RangeReceiver):
+        memory = np.empty(entry.nbytes, dtype=np.uint8)
+        ranges = [Range(entry.file, 0, memory)]
+        fetch = proved_ranges if checksum else type(receiver).ranges
+        with closing(fetch(receiver, manifest, ranges, deadline=deadline)) as told:
+            deque(told, maxlen=0)
+        view = memory.data
+    else:
+        staging = Staging({entry.file: manifest.transfers()[entry.file]})
         staging.fill(receiver, manifest, deadline)
-        verified = staging.verify(manifest, checksum=checksum, deadline=deadline)
-        (payload,) = verified.arrays.values()
-        check_table(payload.data, specs)
-        fetched.append(payload.data)
-    return DeltaChain(payloads=tuple(fetched), specs=specs)
+        view = staging.verify(manifest, checksum=checksum, deadline=deadline).arrays[entry.file].data
+    table = _table(view, wanted.specs)
+    return Payload(view, table, wanted.chunks(table, entry.part), entry.part), entry.nbytes
+
+
+def _fetch_parts(
+    receiver: RangeReceiver, manifest: Manifest, entry: PayloadEntry, wanted: _Wanted, deadline: Deadline
+) -> tuple[Payload, int] | None:
+    """The table of a payload and the chunks that are needed, proved. None if they came wrong: then it is fetched whole."""
+    memory = np.empty(entry.nbytes, dtype=np.uint8)  # what is not fetched is never touched, and takes no room
+    head = head_of(entry.packing or "gaps")
+    memory[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    fetched = _fill(receiver, manifest, entry, memory, [(entry.table, entry.nbytes)], deadline)
+    try:
+        table = _table(memory.data, wanted.specs)
+        if (table.seal.hex(), table.packing) != (entry.seal, entry.packing):
+            raise DeltaCorrupt("its table is not the one that was published")
+        chunks = wanted.chunks(table, entry.part)
+        fetched += _fill(receiver, manifest, entry, memory, _ranges(chunks), deadline)
+        for chunk in chunks:
+            frame_of(memory.data, chunk)
+    except (DeadlineExceeded, UpdateCancelled):
+        raise
+    except WeightcastError as error:
+        log.warning("delta fetched whole", version=manifest.version, source=receiver.url, error=error)
+        return None
+    return Payload(memory.data, table, chunks, entry.part), fetched
+
+
+def _fill(
+    receiver: RangeReceiver,
+    manifest: Manifest,
+    entry: PayloadEntry,
+    memory: Bytes,
+    ranges: Sequence[tuple[int, int]],
+    deadline: Deadline,
+) -> int:
+    wanted = [Range(entry.file, start, memory[start:stop]) for start, stop in ranges]
+    proved = manifest.algorithm != DEFAULT  # else the digests of chunks, which are always of that kind, are proof enough
+    fetch = proved_ranges if proved else type(receiver).ranges
+    with closing(fetch(receiver, manifest, wanted, deadline=deadline)) as told:
+        there = set(told)
+    if there != set(range(len(wanted))):
+        raise DeltaCorrupt(f"{len(wanted) - len(there)} range(s) of {entry.file} did not come")
+    return sum(stop - start for start, stop in ranges)
+
+
+def _ranges(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """The bytes that chunks lie in, those between near ones included."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        start, stop = chunk.offset, chunk.offset + chunk.nbytes
+        if ranges and start - ranges[-1][1] <= _HOLE_NBYTES:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _table(view: memoryview, specs: Mapping[str, TensorSpec]) -> Table:
+    """The table of a packed delta, which may be about some of these tensors."""
+    table = read_table(view, specs)
+    check_specs(table.specs, {name: specs[name] for name in table.specs if name in specs})
+    return table
 
 
 def _holds_all(plan: Plan, manifest: Manifest) -> bool:
     held = {entry.name for landing in plan.landings for entry in (landing.entry, *landing.same)}
     return held == {entry.name for entry in manifest.tensors}
+
+
+# -- `classes` along the boxes of a rank ---------------------------------------------------------------------------
+
+_Place = tuple[str, Box | None, int]
+
+
+@dataclass
+class _RankBase:
+    """What a rank holds, read block by block as packed deltas have it, and the changes that were added to it."""
+
+    held: Sequence[Held]
+    live: Mapping[str, Array]
+    specs: Mapping[str, TensorSpec]
+    changes: dict[_Place, TensorDelta] = field(default_factory=dict)
+    lanes_of: dict[_Place, int] = field(default_factory=dict)
+    bounds: dict[str, dict[_Place, Box]] = field(default_factory=dict)
+
+    def lanes(self, block: Block) -> Lanes:
+        """The lanes of a block, with all that was added."""
+        spec, place = self.specs[block.tensor], (block.tensor, block.box, block.start)
+        bounds = block.bounds(spec)
+        others = self.bounds.setdefault(block.tensor, {})
+        if self.lanes_of.get(place, block.lanes) != block.lanes or any(
+            other != place and intersection(box, bounds) is not None for other, box in others.items()
+        ):
+            raise Unaligned(f"{block.tensor} is cut in another way than in the delta before")
+        self.lanes_of[place], others[place] = block.lanes, bounds
+        found = self._read(block, spec, bounds)
+        before = self.changes.get(place)
+        if before is None:
+            return found
+        moved = found.copy()
+        indices = np.arange(block.lanes, dtype=np.uint32) if before.indices is None else before.indices
+        kernels().scatter(moved, indices, kernels().moved(found, indices, before.steps, kind_of(spec.dtype))[1])
+        return moved
+
+    def add(self, runs: Sequence[Run]) -> None:
+        """Changes that follow what is here."""
+        for run in runs:
+            place = (run.tensor, run.box, run.start)
+            dtype = self.specs[run.tensor].dtype
+            elements = self.lanes_of.get(place, len(run.steps)) // lanes_per_element(dtype)
+            after = TensorDelta(TensorSpec(run.tensor, dtype, (elements,)), run.indices, run.steps)
+            before = self.changes.get(place)
+            self.changes[place] = after if before is None else folded_tensors(before, after)
+
+    def runs(self) -> Iterator[Run]:
+        """All that was added."""
+        return (Run(*place[::2], one.indices, one.steps, place[1]) for place, one in self.changes.items())
+
+    def _read(self, block: Block, spec: TensorSpec, bounds: Box) -> Lanes:
+        skip = block.start % max(1, prod(bounds.shape[1:]) * lanes_per_element(spec.dtype))  # of the first row
+        for one in self.held:
+            for placement in one.placements:
+                if placement.source == block.tensor and intersection(bounds, placement.box) == bounds:
+                    array = box_of(_in_place(self.live[one.spec.name], placement), _moved(bounds, placement.box))
+                    lanes = np.ascontiguousarray(array).reshape(-1).view(kind_of(spec.dtype).unsigned)
+                    return lanes[skip : skip + block.lanes]
+        raise Unaligned(f"the rank does not hold all of a chunk, which has {bounds} of {block.tensor}")
+
+
+def _moved(box: Box, inside: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(box.start, inside.start, strict=True)), box.shape)
+
+
+def _in_place(array: Array, placement: Placement) -> Array:
+    """The elements of a placement where they lie in a parameter, in the orientation of the version."""
+    extra = len(placement.at) - len(placement.box.shape)
+    view = box_of(array, placement.target)
+    view = view.reshape(view.shape[extra:])
+    return view.T if placement.transposed else view

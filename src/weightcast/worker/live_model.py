@@ -17,6 +17,7 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import ClearIncomplete, DigestMismatch, InvalidInput, WeightcastError, WrongState
 from weightcast.tensors.digest import DEFAULT, algorithm_of, array_digest
+from weightcast.tensors.flat import Array
 from weightcast.tensors.sums import array_sum, root_of_sums
 from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver, Use
@@ -26,7 +27,7 @@ from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.fit import FitRules, Group
 from weightcast.worker.holding import Holding, name_foreign
-from weightcast.worker.result import CommitMode, Timeline, UpdateResult, finished
+from weightcast.worker.result import CommitMode, Timeline, UpdateResult, WholeMode, finished
 from weightcast.worker.route import choose_version
 from weightcast.worker.scrub import ScrubReport
 from weightcast.worker.serving import StagedUpdate
@@ -68,6 +69,7 @@ class LiveModel:
     new version counts as served, for what an engine derives from its weights. `tick` is called after every slot and every
     streamed piece of a commit, of its proof and of its undoing, by the thread that does it, to show that a long one lives;
     it must not raise. `keep_previous` False frees what `rollback` needs when a version counts: up to the size of the model.
+    `whole_by` is how a version that was fetched whole is committed where `delta` was asked for.
 
     Memory that a version was staged in, or that was swapped out, is used again for the next update once nothing refers to
     it any more; so at rest there is as much of it as an update needs. `clear`, and a commit in place, let go of it.
@@ -91,6 +93,7 @@ class LiveModel:
         post_load: Callable[[], None] | None = None,
         tick: Callable[[], None] | None = None,
         keep_previous: bool = True,
+        whole_by: WholeMode = "copy",
         threads: int | None = None,
         buffers: Buffers | None = None,
         name: str | None = None,
@@ -109,6 +112,7 @@ class LiveModel:
         self._boxes = BoxTarget.of(self._parts, self._rules, layout)
         self._source = source
         self._tick = tick or silent
+        self._whole_by: WholeMode = whole_by
         state = State.READY if all(slot.resident for slot in self._slots()) else State.CLEARED
 
         self._holding = Holding(
@@ -338,6 +342,10 @@ class LiveModel:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    def parameters(self) -> dict[str, Array]:
+        """The live weights by every name of theirs, to be read: views where they are in host memory, else copies."""
+        return {name: slot.live() for slot in self._slots() for name in slot.names}
+
     def _slots(self) -> list[Slot]:
         return [slot for part in self._parts for slot in part.slots]
 
@@ -358,7 +366,7 @@ class LiveModel:
         with use as receiver:
             stager = Stager(
                 receiver, self._parts, self._rules, verify_checksum, deadline, self._buffers, self._threads, self._tick,
-                timeline,
+                timeline, self._whole_by,
             )  # fmt: skip
             yield stager, manifest, use
 

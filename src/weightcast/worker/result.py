@@ -11,6 +11,7 @@ from weightcast import logs
 log = logs.get(__name__)
 
 CommitMode = Literal["copy", "swap", "inplace", "delta"]
+WholeMode = Literal["copy", "swap"]
 TimedPhase = Literal["lookup", "stage", "verify", "wait", "commit", "proof", "settle"]
 PHASES: tuple[TimedPhase, ...] = get_args(TimedPhase)
 

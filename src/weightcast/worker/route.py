@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weightcast.clock import Deadline
 from weightcast.errors import BaseVersionMismatch, Conflict, SourceFailed, VerificationUnavailable, VersionNotFound
-from weightcast.transports.base import CatchUpReceiver, Provider, Receiver, delta_use
+from weightcast.transports.base import Provider, Receiver, delta_use
 from weightcast.wire.manifest import BaseRef, Manifest, check_version_id, is_digest
 
 NO_DELTA = "there is no delta from what the model holds"
@@ -43,31 +43,34 @@ def choose_version(receiver: Receiver, version: str | None, *, verify_checksum: 
     return manifest
 
 
-def plan_route(
-    receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline, sliced: bool = False
-) -> Route:
+def plan_route(receiver: Receiver, manifest: Manifest, *, held: Manifest | None, deadline: Deadline) -> Route:
     """Follow a delta's bases to what the model holds, or else to the nearest full version.
 
-    From what is held it takes fewer bytes than from the full version, as the deltas are the last of the same chain; a source
-    that can fold them is asked first. With `deltas=never` nothing is built on what the model holds. `sliced`: the model
-    holds slices, and decodes without the base. Raises
-    `BaseVersionMismatch` if a base is not at the source, or is there with other bytes.
+    From what is held it takes fewer bytes than from the full version, as the deltas are the last of the same chain. With
+    `deltas=never` nothing is built on what the model holds. Raises `BaseVersionMismatch` if a base is not at the source, or
+    is there with other bytes.
     """
     if delta_use(receiver) == "never":
         held = None
-    ready = held is not None and manifest.base is not None and _is_base(held, manifest.base)
-    if held is not None and not ready and isinstance(receiver, CatchUpReceiver):
-        short = receiver.shortcut(manifest, held, sliced=sliced, deadline=deadline)
-        if short is not None:
-            return Route(manifest, None, (short,))
     deltas: list[Manifest] = []
-    at = manifest
+    whole: Route | None = None
+    nbytes, at = 0, manifest
     while at.base is not None:
+        if at.kind == "full" and whole is None:  # the deltas beside it may lead there from what is held
+            whole = Route(manifest, at, tuple(deltas))
+        if whole is not None and (held is None or nbytes > manifest.nbytes):
+            return whole
         deltas.insert(0, at)
+        nbytes += at.payload_nbytes
         if held is not None and _is_base(held, at.base):
             return Route(manifest, None, tuple(deltas))
-        at = _base_at(receiver, at, at.base, held, deadline)
-    return Route(manifest, at, tuple(deltas))
+        try:
+            at = _base_at(receiver, at, at.base, held, deadline)
+        except BaseVersionMismatch:
+            if whole is None:
+                raise
+            return whole
+    return whole or Route(manifest, at, tuple(deltas))
 
 
 def insist_on_deltas(receiver: Receiver, manifest: Manifest, held: Manifest | None, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of a rank put together from whole tensors, each given out as soon as its last box is in."""
+"""Parameters of a rank, each given out as soon as its last box is in: cut from whole tensors where these must come whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightcast.tensors.placing import Check, landing, place, row_start
 from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.shard_boxes import boxes_nbytes, fetched
+from weightcast.worker.shard_boxes import GROUP_NBYTES, boxes_nbytes, fetched
 from weightcast.worker.shard_layout import padded
 from weightcast.worker.shard_stream import Origin, Proof, Run, Tally
 
@@ -29,22 +29,32 @@ def needed(origin: Origin, held: Sequence[Held]) -> dict[str, TensorEntry]:
 
 
 def needed_nbytes(origin: Origin, held: Sequence[Held]) -> int:
-    """How many bytes have to come for these parameters: whole tensors, or boxes if the source cuts them."""
-    if origin.boxes is not None:
+    """How many bytes have to come for these parameters: boxes, or whole tensors where ranges cannot be fetched."""
+    if origin.ranges is not None:
         return boxes_nbytes(origin, held)
     return sum(entry.nbytes for entry in needed(origin, held).values())
 
 
 def assembled(
-    origin: Origin, held: Sequence[Held], buffers: Buffers, *, proof: Proof, deadline: Deadline, tally: Tally
+    origin: Origin,
+    held: Sequence[Held],
+    buffers: Buffers,
+    *,
+    proof: Proof,
+    deadline: Deadline,
+    tally: Tally,
+    group_nbytes: int = GROUP_NBYTES,
 ) -> Parameters:
     """Each parameter once, complete, in memory from `buffers` that is the caller's from then on.
 
     `held` names sources as the version does. Beside what was given out, there is memory only for parameters that are not
     complete yet and for the tensor that is being cut. `proof` compares the tensors with their digests.
     """
-    if origin.boxes is not None:
-        yield from fetched(origin, origin.boxes, held, buffers, proof=proof, deadline=deadline, tally=tally)
+    if origin.ranges is not None:
+        yield from fetched(
+            origin, origin.ranges, held, buffers,
+            proved=proof.checksum, deadline=deadline, tally=tally, group_nbytes=group_nbytes,
+        )  # fmt: skip
         return
     what = f"cutting {origin.manifest.version} from {origin.receiver.url}"
     entries = needed(origin, held)

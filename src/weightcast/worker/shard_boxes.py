@@ -1,27 +1,26 @@
-"""Parameters of a rank put together from boxes that the source cuts: nothing else has to cross the network."""
+"""Parameters of a rank put together from ranges of files: little else has to cross the network."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 
 from weightcast.clock import Deadline
-from weightcast.errors import SourceFailed
 from weightcast.tensors.boxes import Box, Held, Placement
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.tensors.placing import Check, landing, place
-from weightcast.tensors.spec import TensorSpec
-from weightcast.transports.base import BoxReceiver
-from weightcast.wire.depot import BoxOf
+from weightcast.transports.base import RangeReceiver
+from weightcast.transports.boxes import fetch_boxes
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.shard_layout import padded
-from weightcast.worker.shard_stream import Origin, Proof, Tally
+from weightcast.worker.shard_stream import Origin, Tally
 
-_GROUP_NBYTES = 256 << 20  # of parameters that are asked for at once: bounds the boxes that wait to be placed
+GROUP_NBYTES = 256 << 20  # of parameters that are asked for at once
+STREAMED_NBYTES = 32 << 20  # the same where memory is short: each is given away before the next are asked for
 
 Parameters = Generator[tuple[Held, Array], None, None]
 _Key = tuple[str, Box]
@@ -35,127 +34,109 @@ def boxes_nbytes(origin: Origin, held: Sequence[Held]) -> int:
 
 def fetched(
     origin: Origin,
-    receiver: BoxReceiver,
+    receiver: RangeReceiver,
     held: Sequence[Held],
     buffers: Buffers,
     *,
-    proof: Proof,
+    proved: bool,
     deadline: Deadline,
     tally: Tally,
+    group_nbytes: int = GROUP_NBYTES,
 ) -> Parameters:
     """Each parameter once, complete, in memory from `buffers` that is the caller's from then on.
 
-    A box is compared with the digest that the source has of it, or, if it is a whole tensor, with that of the version. A
-    parameter with a box that is wrong is left out, and the iterator ends in `DigestMismatch`, which lists them all.
+    `proved`: every byte that comes is compared with the digests of the version's pieces. About `group_nbytes` of
+    parameters are asked for at once.
     """
     check = partial(deadline.check, f"fetching {origin.manifest.version} from {origin.receiver.url}")
-    for group in _groups(held):
+    for group in _groups(held, group_nbytes):
         coming = _Group(origin, group, buffers, check)
         for one in coming.without_boxes():
             yield one, coming.memories.pop(one.spec.name)
-        for box, digest in coming.told(origin, receiver, deadline):
-            tally.add(len(box.memory))
-            if proof.box_holds(box.name, box.memory, box.digest or digest, check):
-                yield from coming.place(box)
-    proof.conclude()
+        wanted = coming.wanted
+        with closing(fetch_boxes(receiver, origin.manifest, wanted, proved=proved, deadline=deadline)) as told:
+            for index in told:
+                tally.add(wanted[index].nbytes)
+                yield from coming.complete(wanted[index])
 
 
-def _groups(held: Sequence[Held]) -> Iterator[list[Held]]:
+def _groups(held: Sequence[Held], nbytes: int) -> Iterator[list[Held]]:
     group: list[Held] = []
     for one in held:
         group.append(one)
-        if sum(other.spec.nbytes for other in group) >= _GROUP_NBYTES:
+        if sum(other.spec.nbytes for other in group) >= nbytes:
             yield group
             group = []
     if group:
         yield group
 
 
-@dataclass
 class _Wanted:
-    """A box on its way. It is written where it belongs if it can lie there as it is, else placed from `memory` when it is
-    here: `takers` are the places that it must be copied to. `digest` is known if it is a whole tensor of a version.
+    """A box on its way to the parameters that have it. It is written where the first of them has it, if it can lie there as
+    it is, and copied from there to the others.
     """
 
-    query: BoxOf
-    memory: Bytes
-    spec: TensorSpec
-    digest: str
-    owners: list[Held] = field(default_factory=list)
-    takers: list[tuple[Held, Placement]] = field(default_factory=list)
+    def __init__(self, entry: TensorEntry, box: Box, memories: Mapping[str, Array], check: Check) -> None:
+        self.tensor, self.box = entry.name, box
+        self._dtype, self._memories, self._check = entry.dtype.numpy, memories, check
+        self.nbytes = prod(box.shape) * entry.dtype.itemsize
+        self.takers: list[tuple[Held, Placement]] = []
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.query.tensor} [{list(self.query.box.start)} + {list(self.query.box.shape)}]"
+    def memory(self, part: Box) -> Bytes | None:
+        """The memory of the first parameter, if a part of the box lies there as it comes."""
+        one, placement = self.takers[0]
+        if placement.transposed or one.spec.dtype.numpy != self._dtype:
+            return None
+        there = landing(self._memories[one.spec.name], _part_of(placement, part))
+        return flat_bytes(there) if there.flags.c_contiguous else None
 
-    def array(self) -> Array:
-        """The box as a tensor of its own."""
-        return self.memory.view(self.spec.dtype.numpy).reshape(self.spec.shape)
+    def place(self, part: Box, array: Array) -> None:
+        """Copy a part to where it does not lie yet."""
+        own = self.memory(part)
+        lies = own is not None and own.ctypes.data == array.ctypes.data
+        for number, (one, placement) in enumerate(self.takers):
+            if number or not lies:
+                whole = replace(_part_of(placement, part), box=Box.whole(part.shape))
+                place(array, self._memories[one.spec.name], whole, self._check)
+
+
+def _part_of(placement: Placement, part: Box) -> Placement:
+    """Where a part of a box goes."""
+    offsets = [start - first for start, first in zip(part.start, placement.box.start, strict=True)]
+    if placement.transposed:
+        offsets.reverse()
+    extra = len(placement.at) - len(offsets)
+    at = tuple(start + offset for start, offset in zip(placement.at, [0] * extra + offsets, strict=True))
+    return replace(placement, box=part, at=at)
 
 
 class _Group:
     """Some parameters that are fetched together."""
 
     def __init__(self, origin: Origin, held: Sequence[Held], buffers: Buffers, check: Check) -> None:
-        self._entries = origin.manifest.by_name()
-        self._whole_digests = not origin.manifest.boxes
-        self._held, self._buffers, self._check = held, buffers, check
+        self._held = held
         self.memories = {one.spec.name: buffers.take(one.spec, zeroed=padded(one)) for one in held}
         self._to_come = {one.spec.name: len(_keys(one)) for one in held}
-        found: dict[_Key, _Wanted] = {}
+        entries, found = origin.manifest.by_name(), dict[_Key, _Wanted]()
         for one in held:
             for placement in one.placements:
+                key = (placement.source, placement.box)
                 if prod(placement.box.shape):
-                    self._want(found, one, placement)
+                    if key not in found:
+                        found[key] = _Wanted(entries[placement.source], placement.box, self.memories, check)
+                    found[key].takers.append((one, placement))
         self.wanted = list(found.values())
 
     def without_boxes(self) -> Iterator[Held]:
         """Parameters that nothing has to be fetched for: padding, or no elements at all."""
         return (one for one in self._held if not self._to_come[one.spec.name])
 
-    def told(self, origin: Origin, receiver: BoxReceiver, deadline: Deadline) -> Iterator[tuple[_Wanted, str]]:
-        """Each box when it is here, with the digest that the source has of it. Ends only when all are."""
-        missing = dict(enumerate(self.wanted))
-        asked = [(one.query, one.memory) for one in self.wanted]
-        with closing(receiver.boxes(origin.manifest, asked, deadline=deadline)) as told:
-            for index, digest in told:
-                if index not in missing:
-                    raise SourceFailed(f"{receiver.url} sent box {index} of {len(asked)} twice, or nobody asked for it.")
-                yield missing.pop(index), digest
-        if missing:
-            lacking = ", ".join(one.name for one in missing.values())
-            raise SourceFailed(f"{receiver.url} ended early; {len(missing)} box(es) did not come: {lacking}.")
-
-    def place(self, wanted: _Wanted) -> Iterator[tuple[Held, Array]]:
-        """A box is here: copy it to where else it belongs; gives out the parameters that are complete then."""
-        for one, placement in wanted.takers:
-            whole = replace(placement, box=Box.whole(placement.box.shape))
-            place(wanted.array(), self.memories[one.spec.name], whole, self._check)
-        for one in wanted.owners:
-            name = one.spec.name
+    def complete(self, wanted: _Wanted) -> Iterator[tuple[Held, Array]]:
+        """A box is in its place; gives out the parameters that are complete then."""
+        for name, one in {one.spec.name: one for one, _ in wanted.takers}.items():
             self._to_come[name] -= 1
             if self._to_come[name] == 0:
                 yield one, self.memories.pop(name)
-
-    def _want(self, found: dict[_Key, _Wanted], one: Held, placement: Placement) -> None:
-        entry = self._entries[placement.source]
-        key = (placement.source, placement.box)
-        there = landing(self.memories[one.spec.name], placement)
-        fits = not placement.transposed and there.dtype == entry.dtype.numpy and there.flags.c_contiguous
-        wanted = found.get(key)
-        if wanted is None:
-            spec = TensorSpec(placement.source, entry.dtype, placement.box.shape)
-            memory = flat_bytes(there if fits else self._buffers.take(spec))
-            whole = self._whole_digests and placement.box == Box.whole(entry.shape)
-            query = BoxOf(entry.name, placement.box)
-            wanted = found[key] = _Wanted(query, memory, spec, entry.digest if whole else "")
-        else:
-            fits = False  # it comes to another place, and is copied from there
-        if not fits:
-            wanted.takers.append((one, placement))
-        if all(owner is not one for owner in wanted.owners):
-            wanted.owners.append(one)
 
 
 def _keys(one: Held) -> set[_Key]:

@@ -13,14 +13,11 @@ import numpy as np
 from weightcast.clock import Deadline
 from weightcast.delta import State
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed
-from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Piece, flat_bytes
 from weightcast.tensors.lanes import kind_of, lane_count
-from weightcast.tensors.spec import TensorSpec
-from weightcast.tensors.sums import array_proof
-from weightcast.transports.base import BoxReceiver, MappedReceiver, Receiver, StateReceiver
+from weightcast.transports.base import MappedReceiver, RangeReceiver, Receiver, StateReceiver
 from weightcast.wire.manifest import Manifest, TensorEntry
-from weightcast.worker.hashing import COPY_NBYTES, Check, RunningDigest
+from weightcast.worker.hashing import COPY_NBYTES, RunningDigest
 from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, mapped, received
 
@@ -29,7 +26,6 @@ Wholes = Generator[tuple[TensorEntry, Array | None], None, None]
 Arrivals = Generator[tuple[Piece, bool], None, None]
 
 _TELL_NBYTES = 4 << 20
-_BYTES = TensorSpec("box", DType.U8, ())  # boxes are compared by digests of their bytes
 
 
 class Tally:
@@ -84,13 +80,14 @@ class Origin:
     manifest: Manifest
 
     @property
-    def boxes(self) -> BoxReceiver | None:
-        """The receiver, if the source cuts boxes itself."""
-        return self.receiver if isinstance(self.receiver, BoxReceiver) and self.manifest.sealed else None
+    def ranges(self) -> RangeReceiver | None:
+        """The receiver, if ranges of the files that the version is made of can be fetched."""
+        placed = self.manifest.parts or self.manifest.shares
+        return self.receiver if isinstance(self.receiver, RangeReceiver) and placed and self.manifest.sealed else None
 
     def check_readable(self) -> None:
         """Raise `InvalidInput` if the version is a delta and the source cannot work out what it leads to."""
-        if self.manifest.base is not None and not isinstance(self.receiver, StateReceiver | BoxReceiver):
+        if self.manifest.kind == "delta" and not isinstance(self.receiver, StateReceiver):
             raise InvalidInput(
                 f"version {self.manifest.version} is a delta, and {self.receiver.url} cannot work out the slices of it that "
                 "a rank holds. Give the store itself as source (file:///store), or publish a full version: weightcast "
@@ -111,7 +108,7 @@ class Origin:
         for entry in entries.values():  # nothing is sent for a tensor without elements
             if entry.nbytes == 0 and proof.holds(entry, proof.running(entry), None, deadline):
                 yield entry, np.empty(entry.shape, dtype=entry.dtype.numpy)
-        if self.manifest.base is not None and isinstance(self.receiver, StateReceiver):
+        if self.manifest.kind == "delta" and isinstance(self.receiver, StateReceiver):
             with self.receiver.opened_state(self.manifest, deadline=deadline) as state:
                 yield from arrivals.of(_read(state, entries, deadline))
         elif isinstance(self.receiver, MappedReceiver) and self.receiver.holds(self.manifest):
@@ -132,7 +129,7 @@ class Proof:
     def __init__(self, origin: Origin, *, checksum: bool, hashed: bool = True) -> None:
         self._where = f"version {origin.manifest.version} as received from {origin.receiver.url}"
         self._hashed = checksum or hashed
-        self._checksum = checksum
+        self.checksum = checksum
         self.unproved: dict[str, str] = {}
         self._expected = Expected(origin.receiver, origin.manifest)
         self._wrong: list[tuple[str, str, str]] = []
@@ -151,7 +148,7 @@ class Proof:
         if running is None:
             return True
         found = running.finish(memory, partial(deadline.check, f"hashing {entry.name}"))
-        if not self._checksum:
+        if not self.checksum:
             self.unproved[entry.name] = found
             return True
         wanted = self._expected.digest(entry)
@@ -159,15 +156,6 @@ class Proof:
             self._unknown[entry.name] = entry
         elif found != wanted:
             self._wrong.append((entry.name, wanted, found))
-        return found == wanted
-
-    def box_holds(self, name: str, memory: Bytes, wanted: str, check: Check) -> bool:
-        """Whether a box is what it must be."""
-        if not self._checksum:
-            return True
-        found = array_proof(_BYTES, memory, wanted, check)
-        if found != wanted:
-            self._wrong.append((name, wanted, found))
         return found == wanted
 
     def conclude(self) -> None:

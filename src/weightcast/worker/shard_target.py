@@ -60,6 +60,8 @@ class BoxTarget:
             deadline=stager.deadline,
             progress=lambda _done, _total: None,
             buffers=stager.buffers,
+            keep=mode != "inplace",
+            live=lambda: {name: slot.live() for slot in self.part.slots for name in slot.names},
         )
 
     def staging(self, stager: Stager, version: ShardVersion, mode: CommitMode) -> tuple[Stager, Manifest, CommitMode]:

@@ -17,6 +17,7 @@ from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import StagedCommit
 from weightcast.worker.shard_assembly import assembled
+from weightcast.worker.shard_boxes import STREAMED_NBYTES
 from weightcast.worker.shard_layout import HeldVersion, Shards
 from weightcast.worker.shard_stream import Origin, Proof, untold
 from weightcast.worker.shard_sums import BoxSum, add_changes, sum_parameter
@@ -132,7 +133,9 @@ class ShardVersion:
         held = [one for one in self._shards.named_as(origin.manifest) if names is None or one.spec.name in names]
         tally = untold()
         proof = Proof(origin, checksum=False, hashed=False)  # the digests of parameters are compared where they are written
-        with closing(assembled(origin, held, self._buffers, proof=proof, deadline=deadline, tally=tally)) as parameters:
+        with closing(
+            assembled(origin, held, self._buffers, proof=proof, deadline=deadline, tally=tally, group_nbytes=STREAMED_NBYTES)
+        ) as parameters:
             for one, array in parameters:
                 if one.spec.nbytes:
                     yield Piece(one.spec.name, 0, flat_bytes(array).data)

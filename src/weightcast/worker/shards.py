@@ -17,21 +17,21 @@ from typing import Literal, NamedTuple
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.delta import Delta, TensorDelta
-from weightcast.delta import slice as slice_delta
-from weightcast.errors import InvalidInput, SourceFailed
+from weightcast.delta import Delta
+from weightcast.errors import InvalidInput
 from weightcast.tensors.boxes import Held
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array
 from weightcast.tensors.sums import Digests, array_sum
-from weightcast.transports.base import CatchUpReceiver, Receiver, StateReceiver, delta_use
+from weightcast.transports.base import Receiver, delta_use
 from weightcast.wire.manifest import BaseRef, Manifest, compute_root, entry_of
 from weightcast.worker.buffers import Buffers
-from weightcast.worker.deltas import fetched_chain
+from weightcast.worker.deltas import Parameters, Unaligned, fetched_chain
 from weightcast.worker.result import CommitMode
 from weightcast.worker.route import NO_DELTA, insist_on_deltas, plan_route
 from weightcast.worker.serving import Stopwatch
 from weightcast.worker.shard_assembly import assembled, needed, needed_nbytes
+from weightcast.worker.shard_boxes import GROUP_NBYTES, STREAMED_NBYTES
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
 from weightcast.worker.shard_stream import Origin, Progress, Proof, Tally
 from weightcast.worker.shard_sums import BoxSum, sum_parameter
@@ -59,15 +59,18 @@ def cut(
     progress: Progress,
     buffers: Buffers | None = None,
     restore: Receiver | None = None,
+    live: Parameters | None = None,
+    keep: bool | None = None,
 ) -> ShardVersion:
     """Fetch what a rank needs of a version, prove it, and put the rank's parameters together. Runs beside the engine.
 
-    `held` is what the rank serves: nothing is fetched if it is the same state under another name. A delta on it
-    becomes a delta of the rank's own parameters, unless `mode` is "inplace" or dtypes differ. The sums of all ranks together
-    prove that. With "inplace" everything is read and proved now, and streamed a
-    second time by `pieces`, so the receiver must stay open. `restore` is where `held` can be streamed from again.
-    `progress` is told bytes done and in total. Memory for parameters comes from `buffers`, but for "inplace", which holds
-    only parameters that are not complete yet, and a little.
+    `held` is what the rank serves: nothing is fetched if it is the same state under another name. A delta on it becomes a
+    delta of the rank's own parameters, unless `mode` is "inplace" or dtypes differ; the sums of all ranks together prove
+    it. `live` gives the parameters as they are: `classes` are decoded along them. With "inplace" everything is read and
+    proved now, and streamed a second time by `pieces`, so the receiver must stay open. `restore` is where `held` can be
+    streamed from again. `progress` is told bytes done and in total. Memory for parameters comes from `buffers`, but for
+    "inplace", which holds only parameters that are not complete yet, and a little. `keep`: whether parameters that are cut
+    whole stay in memory, if `mode` does not tell.
 
     Raises `VersionDoesNotFit` with every mismatch before anything is fetched, `DigestMismatch` with every tensor that is
     damaged. Nothing live is touched here.
@@ -81,14 +84,21 @@ def cut(
         )
     shards.check(manifest)
     memory = Buffers(_INPLACE_NBYTES) if mode == "inplace" or buffers is None else buffers
-    job = _Cut(Origin(receiver, manifest), shards, held, checksum, deadline, progress, memory, restore)
+    job = _Cut(Origin(receiver, manifest), shards, held, checksum, deadline, progress, memory, restore, live)
     watch = Stopwatch()
     same = job.is_held()
     deltas = job.deltas_from_held() if mode != "inplace" and not same else ()
     if not deltas and not same:
         why = "a commit in place takes none" if mode == "inplace" else NO_DELTA
         insist_on_deltas(receiver, manifest, held.full if held is not None else None, why)
-    version = job.by_delta(deltas) if deltas or same else job.whole(keep=mode != "inplace")
+    version = None
+    if deltas or same:
+        try:
+            version = job.by_delta(deltas)
+        except Unaligned as why:
+            insist_on_deltas(receiver, manifest, held.full if held is not None else None, str(why))
+            log.info("delta not used", version=manifest.version, why=str(why))
+    version = version or job.whole(keep=mode != "inplace" if keep is None else keep)
     log.debug(
         "shard fetched",
         version=manifest.version,
@@ -118,6 +128,7 @@ class _Cut:
     progress: Progress
     buffers: Buffers
     restore: Receiver | None
+    live: Parameters | None
 
     def is_held(self) -> bool:
         """Whether the rank serves this very state, proved. The root digest says which state it is, not the name."""
@@ -134,15 +145,13 @@ class _Cut:
         receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
         if held is None or not held.proved or delta_use(receiver) == "never":
             return ()
-        if not isinstance(receiver, StateReceiver | CatchUpReceiver):
-            return ()
         entries = manifest.by_name()
         converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
         if converted or not self._same_layout(held) or held.full.tied != manifest.tied:
             return ()
         if manifest.base is None:
             return ()
-        route = plan_route(receiver, manifest, held=held.full, sliced=True, deadline=self.deadline)
+        route = plan_route(receiver, manifest, held=held.full, deadline=self.deadline)
         return route.deltas if route.full is None else ()
 
     def whole(self, *, keep: bool) -> ShardVersion:
@@ -156,7 +165,15 @@ class _Cut:
         check = partial(self.deadline.check, f"summing the parameters of {self.origin.manifest.version}")
         entries = self.origin.manifest.by_name()
         with closing(
-            assembled(self.origin, held, self.buffers, proof=proof, deadline=self.deadline, tally=tally)
+            assembled(
+                self.origin,
+                held,
+                self.buffers,
+                proof=proof,
+                deadline=self.deadline,
+                tally=tally,
+                group_nbytes=GROUP_NBYTES if keep else STREAMED_NBYTES,
+            )
         ) as parameters:
             for one, array in parameters:
                 if keep:
@@ -177,40 +194,19 @@ class _Cut:
             raise InvalidInput(f"version {manifest.version} cannot be reached by deltas from here.")
         held = self.shards.named_as(manifest)
         specs = {one.spec.name: one.spec for one in held}
-        changes = self._sliced(self._folded(deltas), held) if deltas else Delta(specs, {})
-        payloads = sum(delta.payload.nbytes for delta in deltas if delta.payload is not None)
-        tally = Tally(payloads, self.progress)
-        tally.add(payloads)
+        changes, nbytes = self._changes(deltas, held) if deltas else (Delta(specs, {}), 0)
+        tally = Tally(nbytes, self.progress)
+        tally.add(nbytes)
         shard = self._manifest({}, base=before.shard)
         changes = replace(changes, base_root=before.shard.root_digest)
         return self._version(manifest, shard, tally, {}, changes=changes)
 
-    def _folded(self, deltas: tuple[Manifest, ...]) -> Delta:
-        """The changes of all tensors as one delta."""
-        receiver, manifest, held = self.origin.receiver, self.origin.manifest, self.held
-        chain = fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline)
-        if chain.needs_no_base:
-            return chain.alone()
-        log.info("delta decoded elsewhere", version=manifest.version, why="it is packed as 'classes', along the whole base")
-        if isinstance(receiver, StateReceiver):
-            return receiver.folded(deltas, deadline=self.deadline)
-        short = None
-        if isinstance(receiver, CatchUpReceiver) and held is not None:
-            short = receiver.shortcut(manifest, held.full, sliced=True, deadline=self.deadline)
-        if short is None:
-            raise SourceFailed(
-                f"version {manifest.version} at {receiver.url} is a delta packed as 'classes', which a rank that holds "
-                "slices cannot decode. Publish with packing 'gaps', or a full version."
-            )
-        return fetched_chain(receiver, (short,), checksum=self.checksum, deadline=self.deadline).alone()
-
-    def _sliced(self, delta: Delta, held: Sequence[Held]) -> Delta:
-        """What the parameters take of a delta, one after the other."""
-        tensors: dict[str, TensorDelta] = {}
-        for one in held:
-            tensors |= slice_delta(delta, [one]).tensors
-            self.deadline.check(f"slicing the deltas to {self.origin.manifest.version}")
-        return Delta({one.spec.name: one.spec for one in held}, tensors)
+    def _changes(self, deltas: tuple[Manifest, ...], held: Sequence[Held]) -> tuple[Delta, int]:
+        """What deltas change in the parameters, and how many bytes were fetched for it."""
+        receiver, version = self.origin.receiver, self.origin.manifest.version
+        chain = fetched_chain(receiver, deltas, checksum=self.checksum, deadline=self.deadline, held=held)
+        check = partial(self.deadline.check, f"decoding the deltas to {version}")
+        return chain.sliced(held, self.live, check), chain.nbytes
 
     def _manifest(self, sums: Mapping[str, str], base: Manifest | None = None) -> Manifest:
         """What the parameters are. They have no sums yet if they are summed when they are staged."""

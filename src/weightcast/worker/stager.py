@@ -17,7 +17,7 @@ from weightcast.worker.commits.inplace import Stream, StreamedCommit
 from weightcast.worker.commits.staged import CopyCommit, StagedCommit, SwapCommit, Tick, silent
 from weightcast.worker.deltas import DeltaChain, fetched_chain
 from weightcast.worker.fit import FitRules, Plan, check_ties, plan_update
-from weightcast.worker.result import CommitMode, Timeline
+from weightcast.worker.result import CommitMode, Timeline, WholeMode
 from weightcast.worker.route import NO_DELTA, Route, insist_on_deltas, plan_route
 from weightcast.worker.sealing import summed
 from weightcast.worker.serving import Served
@@ -42,7 +42,8 @@ class Prepared:
 class Stager:
     """Stages one update. `checksum` False takes payloads on trust; that they are complete and fit is always checked.
 
-    Memory for tensors comes from `buffers`, so that it is warm. `threads` copy out of shared memory.
+    Memory for tensors comes from `buffers`, so that it is warm. `threads` copy out of shared memory. `whole_by` is how a
+    version that was fetched whole is committed where `delta` was asked for.
     """
 
     receiver: Receiver
@@ -54,6 +55,7 @@ class Stager:
     threads: int = 1
     tick: Tick = silent
     timeline: Timeline = field(default_factory=Timeline)
+    whole_by: WholeMode = "copy"
 
     def stage(
         self,
@@ -70,7 +72,7 @@ class Stager:
         `whole` tells whether the model holds anything worth going back to. `take_spare` is called if spare buffers are
         going to be used up, `drop_spare` if memory for a whole version is needed.
         """
-        plan = plan_update(manifest, self.parts, self.rules, swap=mode == "swap")
+        plan = plan_update(manifest, self.parts, self.rules, swap="swap" in (mode, self.whole_by))
         route = self._route(manifest, served)
         held = served.manifest if served is not None else None
         if route.full is None and served is not None:
@@ -129,15 +131,15 @@ class Stager:
         verified = staging.verify(full, checksum=self.checksum and not given, deadline=self.deadline)
         if not full.sealed:  # a stream: the digests of its tensors are known now; what was given is summed only here
             manifest = full = summed(full, verified.digests) if given else staging.seal(full, self.deadline)
-            plan = plan_update(full, self.parts, self.rules, swap=mode == "swap")
+            plan = plan_update(full, self.parts, self.rules, swap="swap" in (mode, self.whole_by))
         if deltas:
             deltas.move(staging.arrays, route.manifest.version, self.deadline)
             wanted = Staging(plan.entries, {name: staging.arrays[name] for name in plan.entries})
             verified = wanted.verify(route.manifest, checksum=self.checksum, deadline=self.deadline)
         check_ties(manifest.version, plan, lambda landing: verified.arrays[landing.entry.name])
         self.timeline.enter("stage")
-        done: CommitMode = "swap" if mode == "swap" else "copy"
-        if done != mode:
+        done: CommitMode = "swap" if mode == "swap" else self.whole_by
+        if mode == "delta" and done == "copy":
             log.info(
                 "delta not used",
                 version=full.version,

@@ -15,7 +15,8 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, DigestMismatch, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.flat import Array, Bytes, Piece, empty, flat_bytes
-from weightcast.transports.base import LandingReceiver, MappedReceiver, MendingReceiver, Receiver
+from weightcast.transports.base import LandingReceiver, MappedReceiver, Range, RangeReceiver, Receiver
+from weightcast.transports.pieces import mend
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.hashing import (
@@ -118,7 +119,7 @@ class Staging:
         self._flat: dict[str, Bytes] = {name: flat_bytes(array) for name, array in self.arrays.items()}
         self._running: dict[str, RunningDigest] = {}
         self._expected: Expected | None = None
-        self._mender: MendingReceiver | None = None
+        self._mender: RangeReceiver | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +138,7 @@ class Staging:
                 copy_all(sources, self._flat, running, check, threads)
             return
         if isinstance(receiver, LandingReceiver):
-            self._mender = receiver if isinstance(receiver, MendingReceiver) else None
+            self._mender = receiver if isinstance(receiver, RangeReceiver) and not manifest.shares else None
             self._land(receiver, manifest, deadline)
             return
         with closing(received(receiver, manifest, Coverage(self._entries), deadline)) as pieces:
@@ -188,10 +189,10 @@ class Staging:
         if mender is None:
             return again
         for name in [name for name, digest in digests.items() if digest != entries[name].proof]:
-            memory = self._flat[name]
+            memory, entry = self._flat[name], entries[name]
+            file = name if manifest.kind == "delta" else manifest.parts[entry.part].file
             try:
-                ranges = mender.suspect(manifest, name, memory, deadline=deadline)
-                mender.refetch(manifest, name, memory, ranges, deadline=deadline)
+                nbytes = mend(mender, manifest, Range(file, entry.offset, memory), deadline=deadline)
             except (DeadlineExceeded, UpdateCancelled):
                 raise
             except WeightcastError as error:  # then it stays wrong, and that is raised
@@ -202,7 +203,7 @@ class Staging:
                 "tensor mended",
                 version=manifest.version,
                 tensor=name,
-                nbytes=sum(nbytes for _, nbytes in ranges),
+                nbytes=nbytes,
                 right=again[name] == entries[name].proof,
             )
         return again
@@ -218,7 +219,7 @@ def mapped(
 ) -> Iterator[dict[str, Bytes]]:
     """The bytes of tensors where they lie, by name; those without any are left out. `SourceFailed` lists what is wrong."""
     wanted = {name: entry for name, entry in entries.items() if entry.nbytes}
-    names = wanted.keys() if len(entries) < len(manifest.tensors) else None
+    names = wanted.keys() if len(entries) < len(manifest.transfers()) else None
     with receiver.mapped(manifest, deadline=deadline, names=names) as arrays:
         _check_given(wanted, arrays, receiver.url)
         yield {name: flat_bytes(arrays[name]) for name in wanted}

@@ -78,7 +78,9 @@ def write_snapshot(
         series.finish()
         if not series.entries:
             raise InvalidInput("there are no tensors to write into a snapshot.")
-        files = tuple(msgspec.structs.replace(part, file=name_of(index)) for index, part in enumerate(series.parts))
+        files = tuple(
+            msgspec.structs.replace(part, file=name_of(index), pieces=b"") for index, part in enumerate(series.parts)
+        )
         manifest = SnapshotManifest(
             version=version,
             rank=rank,

@@ -58,13 +58,15 @@ class Kernels(Protocol):
         """Numbers as symbols and packed low bits; `shifts` has one entry per number. docs/delta-format.md has the code."""
 
     def take_numbers(self, symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
-        """The opposite of `put_numbers`. The caller has checked that the symbols ask for exactly the bits there are."""
+        """The opposite of `put_numbers`. Raises `ValueError` for a byte that is no symbol, and for more or fewer bits than
+        the symbols ask for.
+        """
 
     def merge(self, a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, Steps]:
         """Both changes together: sorted union of the indices, steps added, those that cancel left out."""
 
-    def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> Lanes:
-        """The new values of the lanes at `indices` after these steps. `lanes` is not changed."""
+    def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
+        """The lanes at `indices` as they are, and after these steps. `lanes` is not changed."""
 
     def scatter(self, lanes: Lanes, indices: Indices, values: Lanes) -> None:
         """Write values at indices. The caller has checked that the indices lie inside."""

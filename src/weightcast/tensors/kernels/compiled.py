@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
 from weightcast.tensors.kernels.class_loops import loops_for
 from weightcast.tensors.kernels.jit import I64, INDEX_TYPES, LANE_TYPES, U8, U32, U64, compiled, prefetch, read_of, write_of
-from weightcast.tensors.kernels.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels.numbers import FLOORS, MAX_WIDTH, WIDTHS, check_bits
 from weightcast.tensors.kernels.sum_loops import sum_changes, sum_rows
 from weightcast.tensors.lanes import SIGNED, LaneKind, Lanes, Steps
 
@@ -92,20 +92,28 @@ def _put_numbers(values: Any, shifts: Any, small: Any, widths: Any, symbols: Any
     return total
 
 
-@compiled(types.void(read_of(U8), read_of(U8), read_of(U32), read_of(U8), read_of(U32), write_of(U32)))
-def _take_numbers(symbols: Any, shifts: Any, floors: Any, widths: Any, words: Any, values: Any) -> None:
-    word, filled, read = np.uint64(0), np.uint64(0), 0
+@compiled(I64(read_of(U8), read_of(U8), read_of(U32), read_of(U8), read_of(U32), write_of(U32)))
+def _take_numbers(symbols: Any, shifts: Any, floors: Any, widths: Any, words: Any, values: Any) -> Any:
+    """Returns how many bits were read; less than 0 at a byte that is no symbol, or a number that is too wide."""
+    word, filled, read, total = np.uint64(0), np.uint64(0), 0, np.int64(0)
     for at in range(symbols.size):
         symbol = symbols[at]
+        if symbol >= widths.size:
+            return np.int64(-1)
         shift = np.uint64(shifts[at])
         width = np.uint64(widths[symbol]) + shift
+        if width > np.uint64(MAX_WIDTH):
+            return np.int64(-2)
+        total += np.int64(width)
         if filled < width:
-            word |= np.uint64(words[read]) << filled
+            if read < words.size:  # else there are too few bits, which the caller sees by their count
+                word |= np.uint64(words[read]) << filled
             read += 1
             filled += np.uint64(32)
         values[at] = (np.uint64(floors[symbol]) << shift) | (word & ((np.uint64(1) << width) - np.uint64(1)))
         word >>= width
         filled -= width
+    return total
 
 
 @compiled(
@@ -129,13 +137,16 @@ def _merge(a_indices: Any, a_steps: Any, b_indices: Any, b_steps: Any, indices: 
     return merged
 
 
-@compiled(*(types.void(read_of(t), read_of(i), read_of(t), I64, write_of(t)) for t in LANE_TYPES for i in INDEX_TYPES))
-def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, values: Any) -> None:
+@compiled(
+    *(types.void(read_of(t), read_of(i), read_of(t), I64, write_of(t), write_of(t)) for t in LANE_TYPES for i in INDEX_TYPES)
+)
+def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, before: Any, values: Any) -> None:
     ahead = max(0, indices.size - _AHEAD)
     for at in range(indices.size):
         if at < ahead:
             prefetch(lanes, np.intp(indices[at + _AHEAD]))
-        value = np.int64(lanes[np.intp(indices[at])])
+        before[at] = lanes[np.intp(indices[at])]
+        value = np.int64(before[at])
         if value < 0:
             value ^= flip
         values[at] = value + steps[at]  # wraps round
@@ -224,7 +235,10 @@ def take_numbers(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bi
     words = np.zeros(bits.size // 4 + 1, dtype="<u4")
     words.view(np.uint8)[: bits.size] = bits
     values = np.empty(symbols.size, dtype=np.uint32)
-    _take_numbers(symbols, shifts, FLOORS, WIDTHS, words, values)
+    asked = _take_numbers(symbols, shifts, FLOORS, WIDTHS, words, values)
+    if asked < 0:
+        raise ValueError("a byte is not a symbol" if asked == -1 else "a number has more than 32 bits")
+    check_bits(bits, asked)
     return values
 
 
@@ -236,11 +250,11 @@ def merge(a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, 
     return indices[:merged].copy(), steps[:merged].copy()
 
 
-def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> Lanes:
+def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
     """See `Kernels.moved`."""
-    values = np.empty(indices.size, dtype=kind.signed)
-    _moved(lanes.view(kind.signed), indices, steps, _flip(kind), values)
-    return values.view(kind.unsigned)
+    before, after = np.empty(indices.size, dtype=kind.signed), np.empty(indices.size, dtype=kind.signed)
+    _moved(lanes.view(kind.signed), indices, steps, _flip(kind), before, after)
+    return before.view(kind.unsigned), after.view(kind.unsigned)
 
 
 def scatter(lanes: Lanes, indices: Indices, values: Lanes) -> None:

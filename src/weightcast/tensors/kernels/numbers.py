@@ -28,13 +28,7 @@ def shift_for(total: int, count: int) -> int:
     return max(0, (total // count + 1).bit_length() - 4)
 
 
-def bit_count(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8]) -> int:
-    """How many packed bits these symbols ask for. Raises `ValueError` for a byte that is no symbol or a number too wide."""
-    if not len(symbols):
-        return 0
-    if int(symbols.max()) >= SYMBOLS:
-        raise ValueError(f"{int(symbols.max())} is not a symbol")
-    widths = WIDTHS[symbols] + shifts
-    if int(widths.max()) > MAX_WIDTH:
-        raise ValueError("a number has more than 32 bits")
-    return int(widths.sum(dtype=np.int64))
+def check_bits(bits: NDArray[np.uint8], asked: int) -> None:
+    """Raise `ValueError` unless there are so many packed bits, and nothing behind them."""
+    if len(bits) != (asked + 7) // 8 or (asked % 8 and bits[-1] >> (asked % 8)):
+        raise ValueError(f"the low bits have {len(bits)} bytes where {asked} bits are asked for")

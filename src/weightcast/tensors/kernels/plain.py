@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
-from weightcast.tensors.kernels.numbers import FLOORS, WIDTHS
+from weightcast.tensors.kernels.numbers import FLOORS, MAX_WIDTH, SYMBOLS, WIDTHS, check_bits
 from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
 from weightcast.tensors.lanes import LaneKind, Lanes, Steps, mapped, unmapped
 
@@ -88,7 +88,12 @@ def put_numbers(values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.
 
 def take_numbers(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
     """See `Kernels.take_numbers`."""
+    if len(symbols) and int(symbols.max()) >= SYMBOLS:
+        raise ValueError(f"{int(symbols.max())} is not a symbol")
     widths = WIDTHS[symbols].astype(np.int64) + shifts
+    if len(symbols) and int(widths.max()) > MAX_WIDTH:
+        raise ValueError("a number has more than 32 bits")
+    check_bits(bits, int(widths.sum()))
     low = _unpack(bits, widths)
     values: Numbers = ((FLOORS[symbols].astype(np.uint64) << shifts.astype(np.uint64)) | low).astype(np.uint32)
     return values
@@ -106,9 +111,10 @@ def merge(a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, 
     return indices[keep], steps[keep]
 
 
-def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> Lanes:
+def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
     """See `Kernels.moved`."""
-    return unmapped(mapped(lanes[indices], kind) + steps, kind)
+    before = lanes[indices]
+    return before, unmapped(mapped(before, kind) + steps, kind)
 
 
 def scatter(lanes: Lanes, indices: Indices, values: Lanes) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
 from typing import TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -17,25 +18,29 @@ from weightcast.errors import (
     AccessRefused,
     DeadlineExceeded,
     InvalidInput,
+    NotFound,
     SourceFailed,
     UpdateCancelled,
+    VersionNotFound,
+    VersionNotSet,
     WeightcastError,
     rebuilt,
 )
-from weightcast.tensors.digest import bytes_digest
+from weightcast.store.layout import MANIFEST
+from weightcast.store.version_file import LIMIT_NBYTES, YAML_NAME, parse_version_yaml
 from weightcast.transports.base import Follow
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.connection import Address, Connection, Dropped, Head
 from weightcast.transports.http.patience import Patience
 from weightcast.wire.decoding import decode
-from weightcast.wire.depot import ID_HEADERS, PREFIX, QUERY_HEADER, Ack, Catalogue, Failure, Newest, PieceDigests, file_tag
+from weightcast.wire.depot import ID_HEADERS, PREFIX, Ack, Catalogue, Failure, Newest, file_tag, is_tag
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_manifest
 
 # Receiving takes a core of its own for each connection, and the other half of them has to serve meanwhile.
 CONNECTIONS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 STALL_S = 10.0
 CONNECT_S = 5.0
-WORK_S = 60.0  # for a depot to work out the answer to a question
+_POLL_S = 1.0  # between two looks at version.yaml
 _MAX_FAILURE_NBYTES = 1 << 20
 _MAX_ANSWER_NBYTES = 1 << 30
 
@@ -110,6 +115,7 @@ class DepotClient:
         self.url = self._address.url
         self._access, self._keep, self._stall_s = access or Access(), connections, stall_s
         self._connect_s = min(connect_s, stall_s)
+        self._is_plain = False
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._lock = threading.Lock()
@@ -118,20 +124,46 @@ class DepotClient:
 
     def catalogue(self, *, deadline: Deadline) -> Catalogue:
         """Everything that the depot has."""
-        return self.ask("GET", f"{PREFIX}/versions", None, Catalogue, deadline=deadline, patience_s=self._stall_s)
+        return self.ask("GET", f"{PREFIX}/versions", None, Catalogue, deadline=deadline)
 
     def newest(self, *, deadline: Deadline, after: str = "", wait_s: float = 0.0) -> Newest | None:
-        """The version to take; None if it is still `after` when `wait_s` are over. `VersionNotSet`: there is none."""
-        query = {"after": after, "wait": f"{wait_s:.3f}"} if after or wait_s else {}
-        path = f"{PREFIX}/newest" + (f"?{urlencode(query)}" if query else "")
-        with self.stream("GET", path, None, deadline=deadline, patience_s=wait_s + self._stall_s) as response:
-            return None if response.status == 204 else self._decoded(response, Newest)
+        """The version to take; None if it is still `after` when `wait_s` are over. `VersionNotSet`: there is none.
+
+        A plain server of a store's files is asked for version.yaml, again and again.
+        """
+        if not self._is_plain:
+            query = {"after": after, "wait": f"{wait_s:.3f}"} if after or wait_s else {}
+            path = f"{PREFIX}/newest" + (f"?{urlencode(query)}" if query else "")
+            try:
+                with self.stream("GET", path, None, deadline=deadline, patience_s=wait_s + self._stall_s) as response:
+                    return None if response.status == 204 else self._decoded(response, Newest)
+            except NoSuchPath:
+                self._is_plain = True
+        until = monotonic() + wait_s
+        while (version := self._named(deadline)) == after:
+            if monotonic() >= until:
+                return None
+            deadline.check(f"waiting for a newer version than {after} from {self.url}")
+            sleep(min(_POLL_S, until - monotonic(), deadline.remaining()))
+        manifest = self.manifest(version, deadline=deadline)
+        return Newest(version, manifest.sequence, manifest.root_digest)
+
+    def _named(self, deadline: Deadline) -> str:
+        """The version that version.yaml names."""
+        try:
+            with self.stream("GET", f"/{YAML_NAME}", None, deadline=deadline) as response:
+                return parse_version_yaml(response.read(LIMIT_NBYTES), f"{self.url}/{YAML_NAME}").version
+        except NoSuchPath as error:
+            raise VersionNotSet(f"{self.url} has no {YAML_NAME}: nothing has been published there yet.") from error
 
     def manifest(self, version: str, *, deadline: Deadline) -> Manifest:
         """What a version is, with all that can be checked about it checked."""
-        path = version_path(version, "manifest")
-        with self.stream("GET", path, None, deadline=deadline, patience_s=self._stall_s) as response:
-            manifest = decode_manifest(response.read(MAX_MANIFEST_NBYTES), f"{self.url}{path}")
+        path = store_path(version, MANIFEST)
+        try:
+            with self.stream("GET", path, None, deadline=deadline) as response:
+                manifest = decode_manifest(response.read(MAX_MANIFEST_NBYTES), f"{self.url}{path}")
+        except NoSuchPath as error:
+            raise rebuilt(VersionNotFound.code, f"version {version} is not at {self.url}.") from error
         if manifest.version != version:
             raise SourceFailed(f"{self.url} was asked for {version} and describes {manifest.version}.")
         return manifest
@@ -148,12 +180,16 @@ class DepotClient:
     def opened_range(
         self, manifest: Manifest, file: str, start: int, stop: int, *, deadline: Deadline
     ) -> Iterator[Response]:
-        """The answer with a range of a file. Raises `SourceFailed` if the depot has other bytes under that name."""
-        tag = file_tag(manifest, file)
-        headers = {"Range": f"bytes={start}-{stop - 1}", "If-Range": tag}
-        path = version_path(manifest.version, "files", file)
-        with self.stream("GET", path, None, deadline=deadline, headers=headers, patience_s=self._stall_s) as response:
-            self._check_tag(response, tag, file, manifest.version)
+        """The answer with a range of a file. Raises `SourceFailed` if it is a depot that has other bytes under that name."""
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        path = store_path(manifest.version, file)
+        with self.stream("GET", path, None, deadline=deadline, headers=headers) as response:
+            tag, found = file_tag(manifest, file), response.headers.get("etag", "")
+            if is_tag(found) and found != tag:
+                raise OtherBytes(
+                    f"{self.url} has other bytes than were asked for as {file} of version {manifest.version}: {found} and "
+                    f"not {tag}."
+                )
             told = response.headers.get("content-range", "").partition("/")[0]
             if (response.status, told, response.left) != (206, f"bytes {start}-{stop - 1}", stop - start):
                 raise SourceFailed(
@@ -162,25 +198,11 @@ class DepotClient:
                 )
             yield response
 
-    def piece_digests(self, manifest: Manifest, file: str, *, deadline: Deadline) -> PieceDigests:
-        """The digests of a file in pieces. The depot may have to work them out first."""
-        tag, path = file_tag(manifest, file), version_path(manifest.version, "files", file, "digests")
-        with self.stream("GET", path, None, deadline=deadline, headers={"If-Match": tag}) as response:
-            self._check_tag(response, tag, file, manifest.version)
-            return self._decoded(response, PieceDigests)
-
-    def _check_tag(self, response: Response, tag: str, file: str, version: str) -> None:
-        found = response.headers.get("etag")
-        if found != tag:
-            raise OtherBytes(
-                f"{self.url} has other bytes than were asked for as {file} of version {version}: {found} and not {tag}."
-            )
-
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def acknowledge(self, ack: Ack, *, deadline: Deadline) -> None:
-        """Tell which version a receiver serves."""
-        with self.stream("POST", f"{PREFIX}/acks", ack, deadline=deadline, patience_s=self._stall_s):
+        """Tell which version a receiver serves. A plain server of files does not want to know."""
+        with suppress(NoSuchPath), self.stream("POST", f"{PREFIX}/acks", ack, deadline=deadline):
             return
 
     def ask(
@@ -192,9 +214,9 @@ class DepotClient:
         *,
         deadline: Deadline,
         headers: Mapping[str, str] | None = None,
-        patience_s: float = WORK_S,
+        patience_s: float = 0.0,
     ) -> _Answer:
-        """Send a message and receive one. `patience_s` is how long the depot may take to work the answer out."""
+        """Send a message and receive one. `patience_s` is how long the depot may be silent, if longer than usual."""
         with self.stream(method, path, body, deadline=deadline, headers=headers, patience_s=patience_s) as response:
             return self._decoded(response, answer)
 
@@ -207,7 +229,7 @@ class DepotClient:
         *,
         deadline: Deadline,
         headers: Mapping[str, str] | None = None,
-        patience_s: float = WORK_S,
+        patience_s: float = 0.0,
     ) -> Iterator[Response]:
         """An open answer whose status is a success. A body that is not read to its end costs the connection."""
         data = b"" if body is None else msgspec.json.encode(body)
@@ -220,24 +242,16 @@ class DepotClient:
             lines += ["Content-Type: application/json", f"Content-Length: {len(data)}"]
         request = "\r\n".join([*lines, "", ""]).encode("latin-1") + data
         what = f"waiting for the answer to {method} {path}"
-        connection, head = self._exchange(request, what, deadline, patience_s)
+        connection, head = self._exchange(request, what, deadline, max(patience_s, self._stall_s))
         response = None
         try:
             patience = Patience(self.url, f"receiving {path}", deadline=deadline, stall_s=self._stall_s)
             response = Response(connection, head, patience, 0 if method == "HEAD" else head.nbytes)
-            well = 200 <= head.status < 300
-            if body is not None and (well or QUERY_HEADER.lower() in head.headers):
-                self._check_query(response, data, method, path)
-            if not well:
+            if not 200 <= head.status < 300:
                 raise self._refusal(response, method, path)
             yield response
         finally:
             self._release(connection, whole=response is not None and response.whole)
-
-    def _check_query(self, response: Response, data: bytes, method: str, path: str) -> None:
-        """Boxes have no digests of their own in a manifest: that these are the ones that were asked for, only this tells."""
-        if response.headers.get(QUERY_HEADER.lower()) != bytes_digest(data):
-            raise SourceFailed(f"{self.url} answers another question than {method} {path} asked: it was changed on its way.")
 
     def _exchange(self, request: bytes, what: str, deadline: Deadline, patience_s: float) -> tuple[Connection, Head]:
         """Send a request, and again on a new connection if one that was kept turns out to be closed."""
@@ -291,6 +305,8 @@ class DepotClient:
             failure = decode(response.read(_MAX_FAILURE_NBYTES), Failure)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             failure = Failure("", f"it answers {status} to {method} {path.partition('?')[0]}.")
+            if response.status in (404, 405, 501):
+                return NoSuchPath(f"{self.url}: {failure.message}")
         if response.status in (401, 403):
             return AccessRefused(f"{self.url} refuses access: {failure.message} Give its token: {self.url}?token_file=PATH.")
         error = rebuilt(failure.code, f"{self.url}: {failure.message}")
@@ -313,8 +329,17 @@ class OtherBytes(SourceFailed):
     """A depot has a version of that name, and it is another one."""
 
 
+class NoSuchPath(NotFound):
+    """A server that is no depot, but may have the files of a store, has nothing at a path."""
+
+
+def store_path(version: str, file: str) -> str:
+    """The path of a file of a version, which is that in a store."""
+    return f"/versions/{quote(version, safe='')}/{quote(file, safe='')}"
+
+
 def version_path(version: str, *rest: str) -> str:
-    """The path of a version, or of something of it."""
+    """The path of something that a depot answers about a version."""
     return "/".join([f"{PREFIX}/versions", *(quote(part, safe="") for part in (version, *rest))])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import monotonic
 from typing import Literal
 
@@ -84,9 +84,9 @@ class Depots:
         with self._lock:
             return depot.retry_at > monotonic()
 
-    def called(self, depot: Depot) -> bool:
-        """Whether it should work: it is among the first that do not rest."""
-        return self._spread == len(self.all) or depot in self.in_order()[: self._spread]
+    def called(self, depot: Depot, avoid: Collection[Depot] = ()) -> bool:
+        """Whether it should work: it is among the first that do not rest and are not to be avoided."""
+        return self._spread == len(self.all) or depot in [one for one in self.in_order() if one not in avoid][: self._spread]
 
     def worthwhile(self, depot: Depot, nbytes: int, left: int) -> bool:
         """Whether a depot would send so many bytes before the others have sent all that are left. If nobody knows, it is."""

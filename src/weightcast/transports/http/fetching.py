@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
@@ -40,6 +40,10 @@ class Origin(NamedTuple):
     stop: int
     depot: Depot
 
+    def meets(self, stretch: Stretch) -> bool:
+        """Whether some of it lies in a stretch."""
+        return self.file == stretch.file and self.start < stretch.stop and stretch.start < self.stop
+
 
 class _Flight:
     """A range on its way from one depot to its memories: `at` is where the next byte goes, and up to `granted` one may be
@@ -63,7 +67,7 @@ class Fetch:
 
     A range whose depot fails goes back to the queue, without the bytes that came. The iterator `arrivals` tells each byte
     once and raises when all depots have failed. After `close`, nothing is written any more. The `witness` sees
-    bytes in the worker that received them.
+    bytes in the worker that received them. Depots to `avoid` are asked only if all others have failed.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class Fetch:
         stall_s: float,
         deadline: Deadline,
         witness: Witness = UNSEEN,
+        avoid: Collection[Depot] = (),
     ) -> None:
-        self._depots, self._manifest, self._witness = depots, manifest, witness
+        self._depots, self._manifest, self._witness, self._avoid = depots, manifest, witness, avoid
         self._deadline, self._connections = deadline, connections
         self._stall_s, self._steal_s = stall_s, min(STEAL_S, stall_s / 4)
         self._what = f"receiving {manifest.version} from {depots.url}"
@@ -189,7 +194,10 @@ class Fetch:
     def _next(self, depot: Depot) -> _Span | None:
         if self._depots.resting(depot):
             return None
-        if not self._depots.called(depot):
+        avoid = self._avoid if any(not one.failed for one in self._depots.all if one not in self._avoid) else ()
+        if depot in avoid:
+            return None
+        if not self._depots.called(depot, avoid):
             return self._stuck(depot)
         if not self._waiting:
             return self._stuck(depot) or self._half(depot)
@@ -283,7 +291,7 @@ class Fetch:
         follow = self._witness.follow(wanted.tensor, wanted.offset)
         count = 0
         try:
-            count = response.stream(wanted.data, follow)
+            count = response.receive([wanted.data]) if follow is None else response.stream(wanted.data, follow)
         finally:
             self._witness.landed(Landed(wanted.tensor, wanted.offset, count), followed=follow is not None)
         return count

@@ -125,8 +125,8 @@ def places(manifest: Manifest, names: Iterable[str] | None = None) -> list[Place
     unknown = sorted(wanted - transfers.keys())
     if unknown:
         raise InvalidInput(f"version {manifest.version} has no {', '.join(unknown)}.")
-    if manifest.payload is not None:
-        found = [Place(manifest.payload.file, transfers[name]) for name in wanted]
+    if manifest.kind == "delta":
+        found = [Place(name, transfers[name]) for name in wanted]
     else:
         found = [Place(manifest.parts[transfers[name].part].file, transfers[name]) for name in wanted]
     order = {part.file: index for index, part in enumerate(manifest.parts)}

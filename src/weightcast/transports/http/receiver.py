@@ -11,17 +11,17 @@ from time import monotonic
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, InvalidInput, SourceFailed, UpdateCancelled, WeightcastError
-from weightcast.tensors.boxes import Held
 from weightcast.tensors.flat import Bytes, Piece, Pieces
-from weightcast.transports.base import UNSEEN, Landed, Witness
-from weightcast.transports.http import asking, healing, questions
+from weightcast.transports.base import UNSEEN, Landed, Range, Witness
+from weightcast.transports.http import asking
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import CONNECTIONS, STALL_S, DepotClient, OtherBytes
-from weightcast.transports.http.depots import Depots, Order, combined
+from weightcast.transports.http.depots import Depot, Depots, Order, combined
 from weightcast.transports.http.fetching import Fetch, Origin
 from weightcast.transports.http.ranges import InOrder, Segment, Stretch, landing_stretches, places, stretches
 from weightcast.transports.prefetch import DEPTH, ring
-from weightcast.wire.depot import Ack, BoxOf, Newest
+from weightcast.transports.range_states import RangeStates
+from weightcast.wire.depot import Ack, Newest
 from weightcast.wire.manifest import Manifest
 
 log = logs.get(__name__)
@@ -38,7 +38,7 @@ class _Bucket:
     left: int
 
 
-class HttpReceiver:
+class HttpReceiver(RangeStates):
     """Fetches versions from depots that have the same ones, from all at once. What one does not send comes from another.
 
     Connections are opened when they are needed and kept until `close`. Memory: `prefetch` + 2 buckets for `pieces`, and
@@ -66,7 +66,9 @@ class HttpReceiver:
         self._connections, self._stall_s = connections, stall_s
         self._prefetch, self._bucket_nbytes = prefetch, bucket_nbytes
         self._newest: Newest | None = None  # as it was last told
-        self._origins: list[Origin] = []  # of what was landed last
+        self._origins: list[Origin] = []  # of what was fetched last
+        self._doubted: list[Origin] = []  # of what came wrong, of the version with this root digest
+        self._root = ""
         self.url = _joined([client.url for client in self._clients])
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -150,48 +152,49 @@ class HttpReceiver:
         order = InOrder()
         with self._fetch(manifest, deadline, witness) as fetch:
             fetch.want(landing_stretches(manifest, views))
-            self._origins = fetch.origins
             del views
             fetch.start()
             for arrived in fetch.arrivals():
                 for one in order.add(arrived):
                     yield Landed(one.tensor, one.offset, len(one.data))
 
+    def ranges(self, manifest: Manifest, wanted: Sequence[Range], *, deadline: Deadline) -> Generator[int, None, None]:
+        """Fill each memory, several ranges at a time; tells the index of each that is there. Nothing is verified."""
+        yield from (index for index, one in enumerate(wanted) if not len(one.memory))
+        order = sorted((index for index, one in enumerate(wanted) if len(one.memory)), key=lambda index: wanted[index][:2])
+        left = {str(index): len(wanted[index].memory) for index in order}
+        made = stretches(
+            (wanted[index].file, Segment(wanted[index].start, str(index), 0, wanted[index].memory.data)) for index in order
+        )
+        avoid = {one.depot for one in self._doubted for stretch in made if one.meets(stretch)}
+        with self._fetch(manifest, deadline, avoid=avoid) as fetch:
+            fetch.want(made)
+            self._origins = fetch.origins
+            del made
+            fetch.start()
+            for arrived in fetch.arrivals():
+                left[arrived.tensor] -= len(arrived.data)
+                if left[arrived.tensor] == 0:
+                    yield int(arrived.tensor)
+
+    def doubt(self, file: str, start: int, stop: int) -> None:
+        """Bytes of the last `ranges` came wrong: who sent them is passed over if they are asked for again."""
+        self._doubted += [one for one in self._origins if one.file == file and one.start < stop and start < one.stop]
+
     @contextmanager
-    def _fetch(self, manifest: Manifest, deadline: Deadline, witness: Witness = UNSEEN) -> Iterator[Fetch]:
+    def _fetch(
+        self, manifest: Manifest, deadline: Deadline, witness: Witness = UNSEEN, avoid: Collection[Depot] = ()
+    ) -> Iterator[Fetch]:
+        if manifest.root_digest != self._root:
+            self._root, self._doubted = manifest.root_digest, []
         fetch = Fetch(
-            self._depots, manifest, connections=self._connections, stall_s=self._stall_s, deadline=deadline, witness=witness
+            self._depots, manifest, connections=self._connections, stall_s=self._stall_s, deadline=deadline,
+            witness=witness, avoid=avoid,
         )  # fmt: skip
         with closing(fetch):
             yield fetch
 
-    def suspect(self, manifest: Manifest, name: str, memory: Bytes, *, deadline: Deadline) -> list[tuple[int, int]]:
-        """Where a tensor that landed and has a wrong digest may be wrong: offsets and sizes. The rest of it is right, or the
-        depot is wrong that was asked. If nothing is found, it is all of it.
-        """
-        return healing.suspect(self._depots, self._origins, manifest, name, memory.data, deadline=deadline)
-
-    def refetch(
-        self, manifest: Manifest, name: str, memory: Bytes, ranges: Sequence[tuple[int, int]], *, deadline: Deadline
-    ) -> None:
-        """Fetch ranges of a tensor again, from other depots than they came from if there are any."""
-        healing.refetch(self._depots, self._origins, manifest, name, memory.data, ranges, deadline=deadline)
-
-    # -- questions ----------------------------------------------------------------------------------------------------
-
-    def boxes(
-        self, manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]], *, deadline: Deadline
-    ) -> Generator[tuple[int, str], None, None]:
-        """Fill each memory with the bytes of its box; tells the index of each that is there, and its digest."""
-        return questions.fetch_boxes(self._in_order(), manifest, wanted, deadline=deadline)
-
-    def held_digests(self, manifest: Manifest, held: Sequence[Held], *, deadline: Deadline) -> Mapping[str, str]:
-        """The digests that parameters must have, as a depot works them out."""
-        return questions.ask_held_digests(self._in_order(), manifest, held, deadline=deadline)
-
-    def shortcut(self, manifest: Manifest, held: Manifest, *, sliced: bool, deadline: Deadline) -> Manifest | None:
-        """The same version as one delta on what is held, if a depot can make one that is worth it."""
-        return questions.ask_shortcut(self._in_order(), manifest, held, sliced=sliced, deadline=deadline)
+    # -- acknowledging ------------------------------------------------------------------------------------------------
 
     def acknowledge(self, manifest: Manifest, receiver: str, *, deadline: Deadline) -> None:
         """Tell all depots which version a receiver serves; those that cannot be told are logged."""
@@ -208,12 +211,9 @@ class HttpReceiver:
             if answer is not None:
                 log.warning("acknowledgement failed", version=manifest.version, url=client.url, error=answer)
 
-    def _in_order(self) -> list[DepotClient]:
-        return [depot.client for depot in self._depots.in_order()]
-
     def close(self) -> None:
         """Hang up. It connects again if it is used again."""
-        self._origins = []
+        self._origins, self._doubted = [], []
         for client in self._clients:
             client.close()
 

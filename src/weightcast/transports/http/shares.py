@@ -6,29 +6,33 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from math import prod
+from queue import Empty, SimpleQueue
 from time import sleep
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
 from weightcast import logs
 from weightcast.clock import Deadline
-from weightcast.errors import InvalidInput, SourceFailed, VersionNotSet, WeightcastError
+from weightcast.errors import Conflict, InvalidInput, NotFound, SourceFailed, VersionNotSet, WeightcastError
 from weightcast.tensors.box_plan import chunks
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.flat import Bytes, Piece, Pieces
-from weightcast.transports.base import UNSEEN, Landed, Witness
+from weightcast.transports.base import UNSEEN, FilesFailed, Landed, Range, Witness
+from weightcast.transports.boxes import MemoryTaker, fetch_boxes
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import STALL_S, DepotClient, version_path
 from weightcast.transports.http.options import parse_options
-from weightcast.transports.http.share_fetching import STREAMS, Fetching, Group, Publisher
+from weightcast.transports.http.receiver import HttpReceiver
 from weightcast.transports.prefetch import DEPTH, prefetched, ring
-from weightcast.wire.depot import Ack, BoxOf, Catalogue
+from weightcast.wire.depot import Ack, Catalogue
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest
-from weightcast.wire.shares import Share, decode_share, merged
+from weightcast.wire.shares import Share, decode_share, merged, share_file
 
 log = logs.get(__name__)
 
@@ -37,6 +41,8 @@ OPTIONS = frozenset({"token_file", "ca_file", "prefetch", "bucket_nbytes", "stal
 BUCKET_NBYTES = 64 << 20
 MIN_BUCKET_NBYTES = 1 << 12
 ANSWER_TIMEOUT_S = 30.0
+STREAMS = 8
+_LOOK_S = 0.1
 _KEPT_GROUPS = 4
 _WAIT_S = 10.0  # of a long poll; a publisher that is gone is noticed then
 _LAG_S = 0.05  # between looks at trainer ranks that are behind the others
@@ -44,11 +50,26 @@ _LAG_S = 0.05  # between looks at trainer ranks that are behind the others
 _Answer = TypeVar("_Answer")
 
 
+@dataclass(frozen=True)
+class Group:
+    """A version and the publishers of its files."""
+
+    manifest: Manifest
+    readers: Mapping[str, HttpReceiver]
+
+
+class _Ended(NamedTuple):
+    """All has come of a file, or no more will."""
+
+    file: str
+    error: BaseException | None
+
+
 class SharesReceiver:
     """Receives from the publishers of all trainer ranks, whose URLs are given in any order.
 
-    A version is there once all ranks have published it. Boxes that several ranks hold are fetched from all of them in equal
-    parts, and from the others if one dies. `received_nbytes` counts the bytes of all answers.
+    A version is there once all ranks have published it. Each rank serves one file of it. Boxes that several ranks hold are
+    fetched from all of them in equal parts, and from the others if one dies. `received_nbytes` counts the bytes of shares.
     """
 
     def __init__(
@@ -61,7 +82,7 @@ class SharesReceiver:
         bucket_nbytes: int = BUCKET_NBYTES,
         stall_s: float = STALL_S,
     ) -> None:
-        """`streams` answers are received at once; `pieces` keeps up to `prefetch` + 2 buckets in memory."""
+        """`streams` publishers are received from at once; `pieces` keeps up to `prefetch` + 2 buckets in memory."""
         if not urls or len(set(urls)) != len(urls):
             raise InvalidInput(f"the URLs of all publishers are needed, each once, not {', '.join(urls) or 'none'}.")
         if streams < 1 or prefetch < 1 or bucket_nbytes < MIN_BUCKET_NBYTES:
@@ -70,11 +91,12 @@ class SharesReceiver:
                 f"{MIN_BUCKET_NBYTES}."
             )
         self._clients = [DepotClient(url, access=access, stall_s=stall_s) for url in urls]
+        self._readers = {url: HttpReceiver([url], access=access, stall_s=stall_s) for url in urls}
         self.url = _joined([client.url for client in self._clients])
         self.received_nbytes = 0
-        self._streams, self._prefetch, self._bucket_nbytes, self._stall_s = streams, prefetch, bucket_nbytes, stall_s
+        self._streams, self._prefetch, self._bucket_nbytes = streams, prefetch, bucket_nbytes
         self._lock = threading.Lock()
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, str], Group] = {}
 
     @classmethod
     def open(cls, location: SplitResult, options: Mapping[str, str]) -> Self:
@@ -125,22 +147,19 @@ class SharesReceiver:
                 f"URL(s) are given: {self.url}. Give those of all, each once."
             )
         manifest = merged(shares)
-        publishers = {
-            share.rank: Publisher(share.rank, client, share.root_digest)
-            for client, share in zip(self._clients, shares, strict=True)
-        }
-        group = Group(manifest, publishers)
+        readers = zip(shares, self._readers.values(), strict=True)
+        own = {file: reader for share, reader in readers for file in (share_file(share.rank), *_payloads(share))}
+        group = Group(manifest, own)
         with self._lock:
-            self._groups.pop(manifest.root_digest, None)
-            self._groups[manifest.root_digest] = group
-            for root in list(self._groups)[:-_KEPT_GROUPS]:
-                del self._groups[root]
+            self._groups.pop(_key(manifest), None)
+            self._groups[_key(manifest)] = group
+            for key in list(self._groups)[:-_KEPT_GROUPS]:
+                del self._groups[key]
         return group
 
     def _share(self, client: DepotClient, version: str, deadline: Deadline) -> Share:
         path = version_path(version, "share")
-        with client.stream("GET", path, None, deadline=deadline, patience_s=self._stall_s) as response:
-            self._count(response.nbytes)
+        with client.stream("GET", path, None, deadline=deadline) as response:
             share = decode_share(response.read(MAX_MANIFEST_NBYTES), f"{client.url}{path}")
         if share.version != version:
             raise SourceFailed(f"{client.url} was asked for {version} and describes {share.version}.")
@@ -149,7 +168,7 @@ class SharesReceiver:
     def _group(self, manifest: Manifest, deadline: Deadline) -> Group:
         """The publishers of just this version, whoever read its manifest."""
         with self._lock:
-            group = self._groups.get(manifest.root_digest)
+            group = self._groups.get(_key(manifest))
         group = group or self._grouped(manifest.version, deadline)
         if group.manifest.root_digest != manifest.root_digest:
             raise SourceFailed(
@@ -160,30 +179,66 @@ class SharesReceiver:
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
-    def boxes(
-        self, manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]], *, deadline: Deadline
-    ) -> Generator[tuple[int, str], None, None]:
-        """Fill each memory with the bytes of its box; tells the index of each that is there, and the digest of its bytes.
-
-        What comes is compared with the digests that its publishers send, so what is told holds for what was published.
+    def ranges(self, manifest: Manifest, wanted: Sequence[Range], *, deadline: Deadline) -> Generator[int, None, None]:
+        """Fill each memory, from all publishers at the same time; tells the index of each that is there. Nothing is
+        verified. If publishers fail, `FilesFailed` says so when all that others have is there.
         """
-        _check(manifest, wanted)
-        fetching = Fetching(
-            self._group(manifest, deadline), wanted,
-            deadline=deadline, streams=self._streams, stall_s=self._stall_s, count=self._count,
-        )  # fmt: skip
-        yield from fetching.run()
+        readers = self._group(manifest, deadline).readers
+        order = sorted(range(len(wanted)), key=lambda index: wanted[index][:2])
+        files = {file: list(indices) for file, indices in groupby(order, key=lambda index: wanted[index].file)}
+        told: SimpleQueue[int | _Ended] = SimpleQueue()
+        stop = threading.Event()
+        until = Deadline.after(deadline.remaining(), cancelled=stop)
+
+        def fetch(file: str) -> None:
+            error: BaseException | None = None
+            try:
+                mine = [wanted[index] for index in files[file]]
+                with closing(readers[file].ranges(manifest, mine, deadline=until)) as come:
+                    for number in come:
+                        told.put(files[file][number])
+            except BaseException as caught:  # noqa: BLE001 - it is raised again by whoever waits
+                error = caught
+            told.put(_Ended(file, error))
+
+        failed: dict[str, WeightcastError] = {}
+        what = f"fetching {manifest.version} from {self.url}"
+        with ThreadPoolExecutor(min(self._streams, max(1, len(files))), thread_name_prefix="fetch shares") as threads:
+            try:
+                for file in files:
+                    threads.submit(logs.carried(fetch), file)
+                left = len(files)
+                while left:
+                    try:
+                        one = told.get(timeout=min(_LOOK_S, deadline.remaining()))
+                    except Empty:
+                        deadline.check(what)
+                        continue
+                    if isinstance(one, int):
+                        self.received_nbytes += len(wanted[one].memory)
+                        yield one
+                        continue
+                    left -= 1
+                    if isinstance(one.error, SourceFailed | NotFound | Conflict):
+                        failed[one.file] = one.error
+                    elif one.error is not None:
+                        deadline.check(what)
+                        raise one.error
+            finally:
+                stop.set()
+        if failed:
+            causes = "; ".join(f"{file} at {readers[file].url}: {error}" for file, error in failed.items())
+            raise FilesFailed(f"{what} failed: {causes}", failed)
 
     def landings(
         self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
-        """Fill each memory with the tensor of that name. A tensor is told when all of it is there."""
+        """Fill each memory with the tensor of that name. A tensor is told when all of it is there, proved."""
         entries = manifest.transfers()
-        names = list(memories)
-        wanted = [(BoxOf(name, Box.whole(entries[name].shape)), memories[name]) for name in names]
-        with closing(self.boxes(manifest, wanted, deadline=deadline)) as told:
-            for index, _ in told:
-                landed = Landed(names[index], 0, entries[names[index]].nbytes)
+        takers = [MemoryTaker(entries[name], Box.whole(entries[name].shape), memory) for name, memory in memories.items()]
+        with closing(fetch_boxes(self, manifest, takers, proved=True, deadline=deadline)) as told:
+            for index in told:
+                landed = Landed(takers[index].tensor, 0, entries[takers[index].tensor].nbytes)
                 if landed.nbytes:
                     witness.landed(landed)
                     yield landed
@@ -196,18 +251,17 @@ class SharesReceiver:
         return prefetched(produce, deadline=deadline, what=what, depth=self._prefetch)
 
     def _produce(self, manifest: Manifest, names: Sequence[str], deadline: Deadline) -> Pieces:
-        buckets = ring(self._bucket_nbytes, self._prefetch)
+        buckets, entries = ring(self._bucket_nbytes, self._prefetch), manifest.by_name()
         for number, bucket in enumerate(_buckets(manifest, names, self._bucket_nbytes)):
             memory = np.frombuffer(buckets[number % len(buckets)], dtype=np.uint8)
-            wanted, starts, at = [], [], 0
-            for asked, start, nbytes in bucket:
-                wanted.append((asked, memory[at : at + nbytes]))
+            takers, starts, at = [], [], 0
+            for name, box, start, nbytes in bucket:
+                takers.append(MemoryTaker(entries[name], box, memory[at : at + nbytes]))
                 starts.append(start)
                 at += nbytes
-            with closing(self.boxes(manifest, wanted, deadline=deadline)) as told:
-                for index, _ in told:
-                    asked, data = wanted[index]
-                    yield Piece(asked.tensor, starts[index], data.data)
+            with closing(fetch_boxes(self, manifest, takers, proved=True, deadline=deadline)) as told:
+                for index in told:
+                    yield Piece(takers[index].tensor, starts[index], takers[index].bytes.data)
 
     # -- acknowledging ------------------------------------------------------------------------------------------------
 
@@ -227,15 +281,21 @@ class SharesReceiver:
         """Hang up everywhere. Safe twice, and safe after a failure."""
         for client in self._clients:
             client.close()
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.received_nbytes += nbytes
+        for reader in self._readers.values():
+            reader.close()
 
     def _all(self, ask: Callable[[DepotClient], _Answer]) -> list[_Answer]:
         """The answers of all publishers, in the order of the URLs."""
         with ThreadPoolExecutor(min(self._streams, len(self._clients)), thread_name_prefix="ask shares") as threads:
             return list(threads.map(logs.carried(ask), self._clients))
+
+
+def _key(manifest: Manifest) -> tuple[str, str]:
+    return manifest.version, manifest.root_digest  # the same weights may be published twice
+
+
+def _payloads(share: Share) -> list[str]:
+    return [payload.file for payload in share.payloads]
 
 
 def _joined(urls: Sequence[str]) -> str:
@@ -253,23 +313,10 @@ def _newest_of_all(catalogues: Sequence[Catalogue]) -> str | None:
     return max(common, key=lambda version: (max(one[version].sequence for one in offers), version), default=None)
 
 
-def _check(manifest: Manifest, wanted: Sequence[tuple[BoxOf, Bytes]]) -> None:
-    entries = manifest.by_name()
-    problems = []
-    for asked, memory in wanted:
-        entry = entries.get(asked.tensor)
-        if entry is None or not asked.box.fits(entry.shape):
-            problems.append(f"{asked.box} of {asked.tensor!r} is not in it")
-        elif len(memory) != prod(asked.box.shape) * entry.dtype.itemsize:
-            problems.append(f"{asked.box} of {asked.tensor!r} does not fit into {len(memory)} bytes")
-    if problems:
-        raise InvalidInput(f"version {manifest.version} was asked for what cannot be: {'; '.join(problems)}.")
-
-
-def _buckets(manifest: Manifest, names: Sequence[str], nbytes: int) -> Iterator[list[tuple[BoxOf, int, int]]]:
+def _buckets(manifest: Manifest, names: Sequence[str], nbytes: int) -> Iterator[list[tuple[str, Box, int, int]]]:
     """All bytes of tensors in boxes that lie in one piece, as many together as fit into a bucket; with their offsets."""
     entries = manifest.by_name()
-    bucket: list[tuple[BoxOf, int, int]] = []
+    bucket: list[tuple[str, Box, int, int]] = []
     room = nbytes
     for name in names:
         at = 0
@@ -280,7 +327,7 @@ def _buckets(manifest: Manifest, names: Sequence[str], nbytes: int) -> Iterator[
             if size > room:
                 yield bucket
                 bucket, room = [], nbytes
-            bucket.append((BoxOf(name, box), at, size))
+            bucket.append((name, box, at, size))
             at, room = at + size, room - size
     if bucket:
         yield bucket

@@ -8,7 +8,16 @@ import msgspec
 from msgspec.structs import replace
 
 from weightcast.errors import SourceFailed, UnsupportedTensor
-from weightcast.wire.manifest import Manifest, check_version_id, compute_root, repeats, tensor_problems, tie_problems
+from weightcast.wire.manifest import (
+    Manifest,
+    check_version_id,
+    compute_root,
+    merged_base,
+    payload_problems,
+    repeats,
+    tensor_problems,
+    tie_problems,
+)
 
 encode_description = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Manifest).decode
@@ -34,6 +43,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     yield from repeats("tensor", [*(entry.name for entry in manifest.tensors), *manifest.tied])
     yield from (f"{entry.name!r} starts at {entry.offset}" for entry in manifest.tensors if entry.offset < 0)
     yield from tie_problems(manifest)
+    yield from payload_problems(manifest)
     if manifest.sealed and manifest.root_digest != _root(manifest):
         yield "the root digest does not follow from the tensors"
 
@@ -58,9 +68,12 @@ def merged(parts: Sequence[Manifest], url: str) -> Manifest:
         raise SourceFailed(f"the trainer ranks of {url} contradict each other about {first.version}: {'; '.join(problems)}.")
     tensors = tuple(replace(entry, part=rank) for rank, part in enumerate(parts) for entry in part.tensors)
     sealed = all(part.sealed for part in parts)
+    base = merged_base(tensors, [part.base for part in parts])
     return replace(
         first,
         tensors=tensors,
         tied={name: holder for part in parts for name, holder in part.tied.items()},
         root_digest=compute_root(tensors, first.algorithm) if sealed else "",
+        base=base,
+        payloads=() if base is None else tuple(payload for part in parts for payload in part.payloads),
     )

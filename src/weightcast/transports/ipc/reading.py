@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from weightcast import logs
@@ -40,9 +40,13 @@ class Transfer:
         """A tensor of a held version, in place."""
         return from_bytes(self._read(entry.name, entry.offset, entry.nbytes), entry.spec)
 
-    def blocks(self, names: Collection[str] | None, deadline: Deadline) -> Iterator[Piece]:
+    def entries(self, manifest: Manifest) -> Iterable[TensorEntry]:
+        """What this publisher has of a version: of its tensors, or, if it is asked for as a delta, of its payloads."""
+        return (self.part.as_delta() if manifest.kind == "delta" else self.part).transfers().values()
+
+    def blocks(self, manifest: Manifest, names: Collection[str] | None, deadline: Deadline) -> Iterator[Piece]:
         """The bytes of a held version."""
-        for entry in self.part.tensors:
+        for entry in self.entries(manifest):
             if names is not None and entry.name not in names:
                 continue
             for start in range(0, entry.nbytes, BLOCK_NBYTES):

@@ -142,7 +142,7 @@ class IpcReceiver:
             yield {
                 entry.name: transfer.array(entry)
                 for transfer in transfers
-                for entry in transfer.part.tensors
+                for entry in transfer.entries(manifest)
                 if names is None or entry.name in names
             }
 
@@ -194,7 +194,7 @@ class IpcReceiver:
         with self._opened(manifest, deadline) as transfers:
             if manifest.sealed:
                 for transfer in transfers:
-                    yield from transfer.blocks(names, deadline)
+                    yield from transfer.blocks(manifest, names, deadline)
             else:
                 yield from self._streamed(transfers, names, deadline)
 

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from weightcast.errors import InvalidInput, SourceFailed
-from weightcast.tensors.boxes import box_runs
-from weightcast.wire.depot import BoxOf
+from weightcast.transports.base import Range
 from weightcast.wire.manifest import Manifest
 from weightcast.wire.nixl import HOST, Grant, Region
 
@@ -38,28 +37,31 @@ def stretches(manifest: Manifest, grant: Grant, names: Collection[str], *, lease
         raise InvalidInput(f"version {manifest.version} has no {', '.join(unknown)} to be received.")
     entries = sorted((transfers[name] for name in names), key=lambda entry: (entry.part, entry.offset))
     for entry in entries:
-        if leased:
+        if leased or manifest.kind == "delta":
             source, start = entry.name, 0
-        elif manifest.payload is not None:
-            source, start = manifest.payload.file, 0
         else:
             source, start = manifest.parts[entry.part].file, entry.offset
         what = f"{entry.name} of version {manifest.version}"
         yield from _lying(entry.name, 0, grant.regions.get(source, ()), start, entry.nbytes, limit, what)
 
 
-def box_stretches(
-    manifest: Manifest, grant: Grant, wanted: Mapping[str, BoxOf], *, limit: int
-) -> Iterator[Stretch]:  # fmt: skip
-    """The bytes of boxes of a full version, each under the name that it is wanted by, none longer than `limit`."""
-    entries = manifest.transfers()
+def range_stretches(manifest: Manifest, grant: Grant, wanted: Mapping[str, Range], *, limit: int) -> Iterator[Stretch]:
+    """The bytes of ranges of files, each under the name that it is wanted by, none longer than `limit`."""
     for name, one in wanted.items():
-        entry, at = entries[one.tensor], 0
-        regions = grant.regions.get(manifest.parts[entry.part].file, ())
-        what = f"{one.tensor} of version {manifest.version}"
-        for offset, nbytes in box_runs(entry.spec, one.box):
-            yield from _lying(name, at, regions, entry.offset + offset, nbytes, limit, what)
-            at += nbytes
+        what = f"{one.file} of version {manifest.version}"
+        yield from _lying(name, 0, grant.regions.get(one.file, ()), one.start, len(one.memory), limit, what)
+
+
+def joined(regions: Iterable[Region]) -> list[Region]:
+    """Regions with those that are adjacent put together: to register one takes as long as to register many times as much."""
+    found: list[Region] = []
+    for region in sorted(regions, key=lambda region: (region.device, region.address)):
+        last = found[-1] if found else None
+        if last is not None and (last.device, last.address + last.nbytes) == (region.device, region.address):
+            found[-1] = Region(last.address, last.nbytes + region.nbytes, last.device)
+        else:
+            found.append(region)
+    return found
 
 
 def _lying(

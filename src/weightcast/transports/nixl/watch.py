@@ -59,7 +59,7 @@ class Watch:
 
     def _ask(self, method: str, deadline: Deadline) -> None:
         body = Renewal(self._grant.agent) if method == "POST" else None
-        standing = self._client.ask(method, self._path, body, Standing, deadline=deadline, patience_s=self._stall_s)
+        standing = self._client.ask(method, self._path, body, Standing, deadline=deadline)
         if standing.agent != self._grant.agent:
             raise SourceFailed(f"{self._client.url} was started anew while a version was read from it.")
 

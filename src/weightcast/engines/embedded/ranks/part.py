@@ -21,7 +21,7 @@ from weightcast.errors import CommitFailed, DigestMismatch, SourceFailed, WrongS
 from weightcast.tensors.bridges import torch_bridge
 from weightcast.tensors.digest import Algorithm, array_digest
 from weightcast.tensors.sums import array_proof
-from weightcast.transports.base import BoxReceiver, LandingReceiver, Receiver
+from weightcast.transports.base import LandingReceiver, Receiver
 from weightcast.transports.checkpoint import CheckpointReceiver
 from weightcast.transports.kept import KeptReceiver
 from weightcast.transports.registry import open_receiver
@@ -86,7 +86,7 @@ def _own_manifest(manifest: Manifest, deadline: Deadline, receiver: Receiver) ->
     Sources that are asked for bytes by their root digest refuse any other. A checkpoint would be read whole to describe it:
     its bytes are compared with the front end's manifest instead, always.
     """
-    if isinstance(receiver, BoxReceiver | LandingReceiver | CheckpointReceiver):
+    if isinstance(receiver, LandingReceiver | CheckpointReceiver):
         return manifest
     return receiver.manifest(manifest.version, deadline=deadline)
 
@@ -181,7 +181,8 @@ class Part:
             version = cut(
                 receiver, manifest, shards,
                 held=held, mode=_way(held, manifest, action.commit), checksum=checksum, deadline=deadline,
-                progress=progress, buffers=self._buffers, restore=restore,
+                progress=progress, buffers=self._buffers, restore=restore, live=self._live.parameters,
+                keep=action.commit != "inplace",
             )  # fmt: skip
             if not checksum and manifest.sealed:  # no digest tells whether the source was replaced while it was read
                 self._check_own(manifest, ask(receiver), feed.source)
