@@ -133,9 +133,9 @@ def test_the_example_on_the_page_can_be_read():
 @pytest.mark.parametrize("backend", ["compiled", "numpy"])
 def test_the_numbers_on_the_page_are_coded_as_it_says(backend):
     chosen = kernels(backend)
-    symbols, low = chosen.put_numbers(np.array([3, 70, 9], np.uint32), np.full(3, 2, np.uint8))
+    symbols, low = chosen.put_numbers(np.array([3, 70, 9], np.uint32), np.array([3]), np.array([2], np.uint8))
     assert (symbols.tobytes().hex(" "), low.tobytes().hex()) == ("00 10 02", "3b")
-    symbols, low = chosen.put_numbers(np.array([1000], np.uint32), np.zeros(1, np.uint8))
+    symbols, low = chosen.put_numbers(np.array([1000], np.uint32), np.array([1]), np.zeros(1, np.uint8))
     assert (symbols.tolist(), low.tolist()) == ([63], [40])
 
 
@@ -148,9 +148,9 @@ def test_the_numbers_on_the_page_are_coded_as_it_says(backend):
 )
 def test_numbers_are_coded_as_the_page_says(backend, numbers, shift):
     shifts = np.full(len(numbers), shift, np.uint8)
-    symbols, low = kernels(backend).put_numbers(np.array(numbers, np.uint32), shifts)
+    symbols, low = kernels(backend).put_numbers(np.array(numbers, np.uint32), np.ones(len(numbers), np.int64), shifts)
     assert delta_reader.take_numbers(symbols.tobytes(), shifts.tolist(), low.tobytes()) == numbers
-    assert kernels(backend).take_numbers(symbols, shifts, low).tolist() == numbers
+    assert kernels(backend).take_numbers(symbols, np.ones(len(numbers), np.int64), shifts, low).tolist() == numbers
 
 
 def test_the_table_of_dtypes_on_the_page_is_complete_and_right():

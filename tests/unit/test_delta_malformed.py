@@ -700,7 +700,7 @@ def test_the_last_lane_of_a_block_is_the_last_that_can_change(samples):
     for gap, inside in [(lanes - count, True), (lanes - count + 1, False), (2**32 - 1, False)]:
         forged = Forged.of(packed["gaps"])
         streams = Streams.of(forged.frames[0])
-        symbols, low = kernels().put_numbers(np.array([gap], np.uint32), np.zeros(1, np.uint8))
+        symbols, low = kernels().put_numbers(np.array([gap], np.uint32), np.array([1]), np.zeros(1, np.uint8))
         with_gap(int(symbols[0]), low.tobytes())(streams)
         forged.frames[0] = streams.frame()
         if inside:

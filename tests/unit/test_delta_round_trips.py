@@ -347,7 +347,7 @@ def test_both_backends_merge_move_and_scatter_alike(sample, signed):
     steps[0, a[0]], steps[1, b[0]] = a[1], b[1]
     expected = steps[0] + steps[1]
     for one in both:
-        indices, merged = one.merge(a, b)
+        indices, merged = one.fold([a, b])
         assert (indices.dtype, merged.dtype) == (a[0].dtype, a[1].dtype)
         assert indices.tolist() == np.flatnonzero(expected).tolist()
         assert merged.tolist() == expected[expected != 0].tolist()

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -260,6 +261,8 @@ def _text(text: str) -> bytes:
 
 
 _Boxes = NDArray[np.int64]  # of a tensor: for each the starts and the lengths along all dimensions
+_NO_BOXES: _Boxes = np.zeros((0, 2, 0), dtype=np.int64)
+_U16 = struct.Struct("<H").unpack_from
 
 
 class _Reader:
@@ -268,8 +271,12 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
     def take(self, nbytes: int) -> bytes:
-        if nbytes > len(self._data) - self._at:
+        if nbytes > self.left:
             raise ValueError("it ends too early")
         self._at += nbytes
         return self._data[self._at - nbytes : self._at]
@@ -286,20 +293,47 @@ class _Reader:
             raise ValueError(f"{int(data.max())} is too large")
         return data.astype(np.int64)
 
-    def boxes(self, shape: tuple[int, ...]) -> _Boxes:
-        """Starts and lengths of the boxes of a tensor. There is no object for each before all blocks were checked."""
-        count = self.number("<I")
-        if count and not shape:
+    def tensor(self, number: int) -> tuple[TensorSpec, str, _Boxes]:
+        """A tensor, the name that it is summed under if that is another, and its boxes, in a delta of format `number`.
+
+        There is no object for each box before all blocks were checked.
+        """
+        data, at = self._data, self._at
+        dims = at + 4 + _U16(data, at)[0]
+        dims += _U16(data, dims - 2)[0]
+        end = dims + 1 + 8 * data[dims]
+        if number > 1:
+            end += 2 + _U16(data, end)[0]
+        spec, summed_as = _tensor_of(self.take(end - at))
+        count = self.number("<I") if number > 1 else 0
+        if not count:
+            return spec, summed_as, _NO_BOXES
+        if not spec.shape:
             raise ValueError("a tensor without dimensions has boxes")
+        shape = np.array(spec.shape, dtype=np.int64)
         numbers = self.column("<u8", 2 * count * len(shape)).reshape(count, 2, len(shape))
         starts, lengths = numbers[:, 0], numbers[:, 1]
-        if count and (not lengths.all() or (starts + lengths > np.array(shape, dtype=np.int64)).any()):
+        if not lengths.all() or (starts + lengths > shape).any():
             raise ValueError("a box does not lie inside of its tensor, or is empty")
-        return numbers
+        return spec, summed_as, numbers
 
     def check_end(self) -> None:
-        if self._at != len(self._data):
-            raise ValueError(f"{len(self._data) - self._at} bytes are left over")
+        if self.left:
+            raise ValueError(f"{self.left} bytes are left over")
+
+
+@lru_cache(maxsize=1 << 14)  # deltas that follow one another are about the same tensors
+def _tensor_of(packed: bytes) -> tuple[TensorSpec, str]:
+    """A tensor as the table lists it, and the name that it is summed under if that is another."""
+    reader = _Reader(packed)
+    name, dtype = reader.text(), DType(reader.text())
+    spec = TensorSpec(name, dtype, tuple(reader.number("<Q") for _ in range(reader.number("<B"))))
+    if spec.nbytes >> 62:
+        raise ValueError(f"tensor {spec.name!r} is larger than any memory")
+    other = reader.text() if reader.left else ""
+    if other:
+        TensorSpec(other, dtype, spec.shape)  # refuses what is no name
+    return spec, other
 
 
 def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
@@ -309,18 +343,13 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
     summed_as: dict[str, str] = {}
     boxes: list[_Boxes] = []
     for _ in range(reader.number("<I")):
-        spec = TensorSpec(
-            name=reader.text(),
-            dtype=DType(reader.text()),
-            shape=tuple(reader.number("<Q") for _ in range(reader.number("<B"))),
-        )
-        if spec.name in specs or spec.nbytes >> 62:
-            raise ValueError(f"tensor {spec.name!r} is listed twice, or larger than any memory")
+        spec, other, listed = reader.tensor(number)
+        if spec.name in specs:
+            raise ValueError(f"tensor {spec.name!r} is listed twice")
         specs[spec.name] = spec
-        other = reader.text() if number > 1 else ""
         if other:
-            summed_as[spec.name] = TensorSpec(name=other, dtype=spec.dtype, shape=spec.shape).name
-        boxes.append(reader.boxes(spec.shape) if number > 1 else np.zeros((0, 2, len(spec.shape)), dtype=np.int64))
+            summed_as[spec.name] = other
+        boxes.append(listed)
     count = reader.number("<I")
     sizes, forms, nbytes = reader.column("<u4", count), reader.column("u1", count), reader.column("<u8", count)
     total = int(sizes.sum())
@@ -329,7 +358,7 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
     starts, lanes, changes = reader.column("<u8", total), reader.column("<u4", total), reader.column("<u4", total)
     _check_blocks(list(specs.values()), boxes, sizes, tensors, inside, starts, lanes, changes)
     names = list(specs)
-    made = [[None, *(Box(tuple(start), tuple(shape)) for start, shape in listed.tolist())] for listed in boxes]
+    made = [[None] if not len(one) else [None, *(Box(tuple(a), tuple(b)) for a, b in one.tolist())] for one in boxes]
     blocks = [
         Block(names[tensor], start, size, changed, made[tensor][box])
         for tensor, box, start, size, changed in zip(
@@ -361,7 +390,7 @@ def _check_blocks(
     """
     if not sizes.all():
         raise ValueError("a chunk has no blocks")
-    counts = np.array([1 + len(listed) for listed in boxes], dtype=np.int64)  # each tensor, and its boxes
+    counts = np.array(list(map(len, boxes)), dtype=np.int64) + 1  # each tensor, and its boxes
     if int(counts.sum()) - len(counts) > len(tensors):
         raise ValueError("there are more boxes than blocks")
     if not len(tensors):
@@ -372,12 +401,11 @@ def _check_blocks(
         raise ValueError("a block belongs to a box that is not listed")
     first = np.cumsum(counts) - counts  # tensors and boxes are counted through, so that one number stands for both
     owners = first[tensors] + inside
-    room = np.concatenate(
-        [
-            np.append(lane_count(spec), listed[:, 1].prod(axis=1) * lanes_per_element(spec.dtype))
-            for spec, listed in zip(specs, boxes, strict=True)
-        ]
-    )
+    room = np.empty(int(counts.sum()), dtype=np.int64)
+    room[first] = list(map(lane_count, specs))
+    for at, spec, listed in zip(first.tolist(), specs, boxes, strict=True):
+        if len(listed):
+            room[at + 1 : at + 1 + len(listed)] = listed[:, 1].prod(axis=1) * lanes_per_element(spec.dtype)
     ends = starts + lanes
     impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[owners]))
     if len(impossible):
@@ -405,5 +433,5 @@ def _place_problems(table: Table, end: int) -> Iterator[str]:
             yield f"chunk {number} ({chunk.form}) has {len(chunk.blocks)} blocks"
         if sum(block.lanes for block in chunk.blocks) > MAX_CHUNK_LANES:
             yield f"chunk {number} has more than {MAX_CHUNK_LANES} lanes"
-        if len({kind_of(table.specs[block.tensor].dtype) for block in chunk.blocks}) > 1:
+        if len({kind_of(dtype) for dtype in {table.specs[block.tensor].dtype for block in chunk.blocks}}) > 1:
             yield f"chunk {number} mixes kinds of lanes"

@@ -18,7 +18,7 @@ from weightcast.delta.states import MovedState, State, as_state, block_lanes
 from weightcast.delta.streams import Groups, unpack_groups
 from weightcast.errors import DeltaCorrupt, InvalidInput
 from weightcast.tensors.flat import Buffer
-from weightcast.tensors.kernels import ENDLESS, Backend, ClassWalk, Kernels, kernels
+from weightcast.tensors.kernels import ENDLESS, NO_ROOM, Backend, ClassWalk, Kernels, kernels
 from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
 
@@ -131,8 +131,9 @@ class _ChunkDecoder:
             frame,
             groups=kind.classes if by_class else len(chunk.blocks),
             changes=sum(block.changes for block in chunk.blocks),
-            width=kind.nbytes,
+            kind=kind,
             kernels=self._kernels,
+            room=NO_ROOM if by_class else np.array([block.lanes for block in chunk.blocks], dtype=np.int64),
         )
         return self._by_class(chunk, groups) if by_class else _by_block(chunk, groups)
 
@@ -159,12 +160,9 @@ class _ChunkDecoder:
 def _by_block(chunk: Chunk, groups: Groups) -> list[Run]:
     if groups.counts.tolist() != [block.changes for block in chunk.blocks]:
         raise DeltaCorrupt("the groups of a chunk do not have as many changes as its blocks")
-    runs = []
-    ends = np.cumsum(groups.counts)
-    for block, end in zip(chunk.blocks, ends.tolist(), strict=True):
-        first = end - block.changes
-        indices = np.cumsum(groups.gaps[first:end].astype(np.int64) + 1) - 1
-        if int(indices[-1]) >= block.lanes:
-            raise DeltaCorrupt(f"a change at lane {int(indices[-1])} lies outside of a block of {block.tensor!r}")
-        runs.append(Run(block.tensor, block.start, indices.astype(np.uint32), groups.steps[first:end], block.box))
+    runs, first = [], 0
+    for block in chunk.blocks:
+        last = first + block.changes
+        runs.append(Run(block.tensor, block.start, groups.gaps[first:last], groups.steps[first:last], block.box))
+        first = last
     return runs

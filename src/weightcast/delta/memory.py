@@ -28,6 +28,9 @@ class LaneMemory(Protocol):
     def write(self, indices: Indices | None, values: Lanes) -> None:
         """Overwrite the lanes at these indices."""
 
+    def holds(self, indices: Indices | None, values: Lanes) -> bool:
+        """Whether the lanes at these indices are these."""
+
 
 def moved_by(before: Lanes, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
     """Lanes, and the same after steps."""
@@ -74,6 +77,12 @@ class HostMemory:
             strided[...] = values.reshape(strided.shape)
         else:
             strided[np.unravel_index(indices, strided.shape)] = values
+
+    def holds(self, indices: Indices | None, values: Lanes) -> bool:
+        """Whether the lanes at these indices are these."""
+        if self._flat is not None and indices is not None:
+            return kernels().count_unlike(self._flat, indices, values) == 0
+        return np.array_equal(self.read(indices), values)
 
 
 def memory_of(name: str, tensor: object) -> LaneMemory:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from weightcast.delta.sparse import Delta, TensorDelta, normal_form, span
 from weightcast.errors import DeltaCorrupt, DeltaDoesNotFit, Mismatch
 from weightcast.tensors.box_plan import intersection
 from weightcast.tensors.boxes import Box, Held, Placement
-from weightcast.tensors.kernels import Indices
+from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, kernels
 from weightcast.tensors.lanes import Steps, index_dtype, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 
 Changes = tuple[Indices, Steps]
+
+_FOLDED_AT_ONCE = 16  # deltas
 
 
 class Run(NamedTuple):
@@ -72,20 +76,18 @@ def _join(spec: TensorSpec, runs: list[Run]) -> TensorDelta:
     wide = index_dtype(lanes)
     if len(runs) == 1 and runs[0].box is None and runs[0].indices is None and len(runs[0].steps) == lanes:
         return normal_form(spec, None, runs[0].steps)
-    in_order = sorted(runs, key=lambda run: (run.box.start if run.box else (), run.start))
-    sparse = [run.sparse() for run in in_order]
-    indices = np.empty(sum(len(inside) for inside, _ in sparse), dtype=wide)
-    at = 0
-    for run, (inside, _) in zip(in_order, sparse, strict=True):
-        # One pass over memory: this is the part of decoding that no second thread helps with.
-        there = indices[at : at + len(inside)]
-        if run.box is None:
-            np.add(inside, wide.type(run.start), out=there)
-        else:
-            out_of_box(spec, run.box, inside, run.start, out=there)
-        at += len(inside)
-    steps = np.concatenate([found for _, found in sparse])
-    return normal_form(spec, *_in_order(spec, indices, steps))
+    parts = [_in_tensor(spec, run, wide) for run in runs]
+    return normal_form(spec, *_together(_apart(spec.name, parts) or parts))
+
+
+def _in_tensor(spec: TensorSpec, run: Run, wide: np.dtype[Any]) -> Changes:
+    """The changes of a run at their lanes in the tensor."""
+    inside, steps = run.sparse()
+    if run.box is not None:
+        placed = np.empty(len(inside), dtype=wide)
+        out_of_box(spec, run.box, inside, run.start, out=placed)
+        return placed, steps
+    return np.add(inside, wide.type(run.start), dtype=wide), steps
 
 
 def out_of_box(spec: TensorSpec, box: Box, inside: Indices, start: int, *, out: Indices) -> None:
@@ -105,15 +107,30 @@ def out_of_box(spec: TensorSpec, box: Box, inside: Indices, start: int, *, out: 
     out[:] = moved
 
 
-def _in_order(spec: TensorSpec, indices: Indices, steps: Steps) -> tuple[Indices, Steps]:
-    """Changes sorted by their lanes. The runs that they come from are sorted: this kind of sort makes use of that."""
-    if (indices[1:] > indices[:-1]).all():
+def _apart(name: str, parts: Sequence[Changes]) -> Sequence[Changes]:
+    """Parts of the changes of a tensor in their order. Each of them is sorted. `DeltaCorrupt`: they overlap."""
+    in_order = sorted(filter(_some, parts), key=lambda part: int(part[0][0]))
+    if all(int(before[0][-1]) < int(after[0][0]) for before, after in pairwise(in_order)):
+        return in_order
+    try:
+        return [kernels().fold(in_order, apart=True)]
+    except ValueError as error:
+        raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
+
+
+def _together(parts: Sequence[Changes]) -> Changes:
+    """Parts as one; where they meet, steps are added."""
+    some = list(filter(_some, parts))
+    if len(some) < 2:
+        return (some or parts)[0]
+    if all(int(before[0][-1]) < int(after[0][0]) for before, after in pairwise(some)):
+        indices, steps = (np.concatenate(column) for column in zip(*some, strict=True))
         return indices, steps
-    order = np.argsort(indices, kind="stable")
-    indices, steps = indices[order], steps[order]
-    if (indices[1:] == indices[:-1]).any():
-        raise DeltaCorrupt(f"blocks of {spec.name!r} overlap")
-    return indices, steps
+    return kernels().fold(some)
+
+
+def _some(changes: Changes) -> bool:
+    return len(changes[0]) > 0
 
 
 # -- the parameters of a rank --------------------------------------------------------------------------------------
@@ -135,6 +152,11 @@ def slice_delta(delta: Delta, held: Mapping[str, Box] | Iterable[Held]) -> Delta
 
 def slice_runs(specs: Mapping[str, TensorSpec], runs: Iterable[Run], held: Sequence[Held]) -> Delta:
     """The same of runs of tensors, each of which is looked at once. Raises `DeltaCorrupt` if they overlap."""
+    return slice_chain(specs, [runs], held)
+
+
+def slice_chain(specs: Mapping[str, TensorSpec], chain: Iterable[Iterable[Run]], held: Sequence[Held]) -> Delta:
+    """The same of the runs of deltas that follow one another, folded. Those of each delta must not overlap."""
     mismatches = [mismatch for one in held for mismatch in _mismatches(specs, one)]
     if mismatches:
         raise DeltaDoesNotFit(mismatches)
@@ -142,20 +164,22 @@ def slice_runs(specs: Mapping[str, TensorSpec], runs: Iterable[Run], held: Seque
     for one in held:
         for placement in one.placements:
             takers.setdefault(placement.source, []).append((one, placement))
-    parts: dict[str, list[Changes]] = {}
-    for run in runs:
-        for one, placement in takers.get(run.tensor, ()):
-            placed = placed_run(run, specs[run.tensor], placement, one.spec)
-            if placed is not None and len(placed[0]):
-                parts.setdefault(one.spec.name, []).append(placed)
-    tensors = {one.spec.name: _merged(one.spec, parts[one.spec.name]) for one in held if one.spec.name in parts}
-    return Delta({one.spec.name: one.spec for one in held}, tensors)
-
-
-def _merged(spec: TensorSpec, parts: list[Changes]) -> TensorDelta:
-    wide = index_dtype(lane_count(spec))
-    indices, steps = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return normal_form(spec, *_in_order(spec, indices.astype(wide), steps))
+    folded: dict[str, list[Changes]] = {}
+    for count, runs in enumerate(chain, start=1):
+        parts: dict[str, list[Changes]] = {}
+        for run in runs:
+            for one, placement in takers.get(run.tensor, ()):
+                placed = placed_run(run, specs[run.tensor], placement, one.spec)
+                if placed is not None and len(placed[0]):
+                    parts.setdefault(one.spec.name, []).append(placed)
+        for name, placed_parts in parts.items():
+            folded.setdefault(name, []).extend(_apart(name, placed_parts))
+        if count % _FOLDED_AT_ONCE == 0:  # so that memory does not grow with the length of the chain
+            folded = {name: [kernels().fold(changes)] for name, changes in folded.items()}
+    tensors = {
+        one.spec.name: normal_form(one.spec, *_together(folded[one.spec.name])) for one in held if one.spec.name in folded
+    }
+    return Delta({one.spec.name: one.spec for one in held}, {name: one for name, one in tensors.items() if len(one.steps)})
 
 
 def _mismatches(specs: Mapping[str, TensorSpec], held: Held) -> Iterator[Mismatch]:
@@ -173,41 +197,82 @@ def _mismatches(specs: Mapping[str, TensorSpec], held: Held) -> Iterator[Mismatc
 
 def placed_run(run: Run, spec: TensorSpec, placement: Placement, held: TensorSpec) -> Changes | None:
     """The changes of a run that a placement takes, at their lanes in the holding tensor; None if it takes none."""
-    inside = run.box or Box.whole(spec.shape)
+    way = _way(run.box, spec, placement, held)
+    if way is None:
+        return None
+    near = _in_rows(run, way.first, way.last)
+    if way.rows is not None:
+        return kernels().place(near, run.start, way.rows, way.wide)
+    rest = near[0].astype(np.int64) + run.start
+    rest, lane = np.divmod(rest, way.per_element) if way.per_element > 1 else (rest, 0)
+    moved = lane + np.full(len(rest), way.corner)
+    keep = np.ones(len(rest), dtype=bool)
+    for axis, (size, stride, (first, taken)) in reversed(list(enumerate(zip(way.shape, way.own, way.ranges, strict=True)))):
+        rest, coordinate = np.divmod(rest, size) if axis else (rest, rest)
+        keep &= (coordinate >= first) & (coordinate < first + taken)
+        moved += coordinate * stride
+    placed, steps = moved[keep].astype(way.wide), near[1][keep]
+    order = np.argsort(placed)  # they are in the order of the version, and the holding tensor may be transposed
+    return placed[order], steps[order]
+
+
+class _Way(NamedTuple):
+    """How changes of an array of `shape` move into a tensor: what is taken of each dimension, and its strides there.
+
+    Only lanes from `first` to `last` are taken. `corner` is where the first element of the array goes, or would go.
+    """
+
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    own: tuple[int, ...]
+    per_element: int
+    corner: int
+    wide: np.dtype[Any]
+    rows: Rows | None
+
+
+@lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
+def _way(box: Box | None, spec: TensorSpec, placement: Placement, held: TensorSpec) -> _Way | None:
+    inside = box or Box.whole(spec.shape)
     shared = intersection(inside, placement.box)
     if shared is None:
         return None
-    per_element = lanes_per_element(spec.dtype)
+    per_element, axes = lanes_per_element(spec.dtype), len(shared.shape)
     strides = _strides(held.shape, per_element)
-    axes = len(shared.shape)
-    own = strides[len(strides) - axes :]  # of the holding tensor, in the order of the box's dimensions
+    own = strides[len(strides) - axes :]  # in the order of the box's dimensions
     if placement.transposed:
         own = own[::-1]
     corner = sum(at * stride for at, stride in zip(placement.at, strides, strict=True))
-    corner += sum(
-        (first - start) * stride for first, start, stride in zip(shared.start, placement.box.start, own, strict=True)
-    )
+    corner += sum((a - b) * stride for a, b, stride in zip(inside.start, placement.box.start, own, strict=True))
+    ranges = tuple((at - first, size) for at, first, size in zip(shared.start, inside.start, shared.shape, strict=True))
     row = math.prod(inside.shape[1:]) * per_element
-    rows = (shared.start[0] - inside.start[0], shared.shape[0]) if axes else (0, 1)
-    near, steps = _in_rows(run, rows[0] * row, (rows[0] + rows[1]) * row)
-    if own == _strides(inside.shape, per_element) and shared.shape[1:] == inside.shape[1:]:  # they lie together there too
-        wide = index_dtype(lane_count(held))
-        away = (run.start + corner - rows[0] * row) % (1 << 8 * wide.itemsize)  # it may be negative: the sum wraps round
-        return near.astype(wide, copy=False) + wide.type(away), steps
-    rest = near.astype(np.int64) + run.start
-    rest, lane = np.divmod(rest, per_element) if per_element > 1 else (rest, 0)
-    moved = lane + np.full(len(rest), corner)
-    keep = np.ones(len(rest), dtype=bool)
-    for axis in reversed(range(axes)):
-        if axis:
-            rest, coordinate = np.divmod(rest, inside.shape[axis])
-        else:
-            coordinate = rest
-        place = coordinate - (shared.start[axis] - inside.start[axis])
-        if shared.shape[axis] != inside.shape[axis]:
-            keep &= (place >= 0) & (place < shared.shape[axis])
-        moved += place * own[axis]
-    return moved[keep], steps[keep]
+    first, count = ranges[0] if axes else (0, 1)
+    wide = index_dtype(lane_count(held))
+    rows = _rows(inside.shape, tuple(own), ranges, per_element, corner)
+    return _Way(
+        first * row, (first + count) * row, inside.shape, ranges, tuple(own), per_element, corner, wide, rows
+    )  # fmt: skip
+
+
+def _rows(
+    shape: tuple[int, ...], own: tuple[int, ...], ranges: Sequence[tuple[int, int]], per_element: int, corner: int
+) -> Rows | None:
+    """The same by rows, if equal ranges of rows are taken; None if not. The range of the first dimension counts as whole."""
+    natural = tuple(_strides(shape, per_element))
+    for axis in range(max(1, len(shape))):
+        if own[axis:] != natural[axis:] or any(size != shape[dim] for dim, (_, size) in enumerate(ranges) if dim > axis):
+            continue
+        if axis == 0:
+            return ALL_ROWS._replace(corner=corner)
+        if any(size != shape[dim] for dim, (_, size) in enumerate(ranges) if 0 < dim < axis):
+            return None
+        if any(own[dim] != own[dim + 1] * shape[dim + 1] for dim in range(axis - 1)):
+            return None
+        skip, width = (number * natural[axis] for number in ranges[axis])
+        return Rows(shape[axis] * natural[axis], skip, width, own[axis - 1], corner + skip)
+    return None
 
 
 def _in_rows(run: Run, first: int, last: int) -> Changes:
@@ -218,7 +283,7 @@ def _in_rows(run: Run, first: int, last: int) -> Changes:
     first, last = max(0, first - run.start), max(0, last - run.start)
     if run.indices is None:
         found = np.flatnonzero(run.steps[first:last])
-        return found + first, run.steps[first:last][found]
+        return (found + first).astype(np.uint64), run.steps[first:last][found]
     start, stop = span(run.indices, first, last)
     return run.indices[start:stop], run.steps[start:stop]
 

@@ -5,8 +5,10 @@ Steps are differences of mapped lanes (see `lanes`) modulo 2^bits: they add, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,30 +100,37 @@ def invert(delta: Delta) -> Delta:
     return replace(delta, tensors=tensors, base_root=delta.new_root, new_root=delta.base_root)
 
 
-def fold(a: Delta, b: Delta) -> Delta:
-    """`a` and then `b` as one: what encoding the ends directly would give."""
-    check_specs(a.specs, b.specs)
-    if a.new_root and b.base_root and a.new_root != b.base_root:
-        raise BaseVersionMismatch(version=None, base=None, base_root=b.base_root, serving=None, serving_root=a.new_root)
+def fold(*deltas: Delta) -> Delta:
+    """Deltas that follow one another as one: what encoding the ends directly would give."""
+    first, last = deltas[0], deltas[-1]
+    for before, after in pairwise(deltas):
+        check_specs(before.specs, after.specs)
+        if before.new_root and after.base_root and before.new_root != after.base_root:
+            raise BaseVersionMismatch(
+                version=None, base=None, base_root=after.base_root, serving=None, serving_root=before.new_root
+            )
     tensors: dict[str, TensorDelta] = {}
-    for name in a.specs:
-        first, second = a.tensors.get(name), b.tensors.get(name)
-        folded = folded_tensors(first, second) if first and second else first or second
-        if folded is not None and len(folded.steps) and folded.changes:
-            tensors[name] = folded
-    return Delta(a.specs, tensors, a.base_root, b.new_root, b.summed_as or a.summed_as)
+    for name in first.specs:
+        changes = [delta.tensors[name] for delta in deltas if name in delta.tensors]
+        if changes:
+            folded = fold_tensors(changes)
+            if len(folded.steps) and folded.changes:
+                tensors[name] = folded
+    return Delta(first.specs, tensors, first.base_root, last.new_root, last.summed_as or first.summed_as)
 
 
-def folded_tensors(a: TensorDelta, b: TensorDelta) -> TensorDelta:
+def fold_tensors(changes: Sequence[TensorDelta]) -> TensorDelta:
     """The same of one tensor."""
-    if a.indices is not None and b.indices is not None:
-        return normal_form(a.spec, *kernels().merge((a.indices, a.steps), (b.indices, b.steps)))
-    if a.indices is None and b.indices is None:
-        return normal_form(a.spec, None, a.steps + b.steps)
-    whole, some = (a, b) if a.indices is None else (b, a)
-    steps = whole.steps.copy()
-    steps[some.indices] += some.steps
-    return normal_form(a.spec, None, steps)
+    if len(changes) == 1:
+        return changes[0]
+    sparse = [(one.indices, one.steps) for one in changes if one.indices is not None]
+    if len(sparse) == len(changes):
+        return normal_form(changes[0].spec, *kernels().fold(sparse))
+    dense = [one.steps for one in changes if one.indices is None]
+    steps = reduce(np.add, dense) if len(dense) > 1 else dense[0].copy()
+    for indices, more in sparse:
+        steps[indices] += more
+    return normal_form(changes[0].spec, None, steps)
 
 
 def check_specs(wanted: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> None:

@@ -64,6 +64,10 @@ class TorchMemory:
         else:
             self._lanes[self._places(indices)] = data
 
+    def holds(self, indices: Indices | None, values: Lanes) -> bool:
+        """Whether the lanes at these indices are these."""
+        return np.array_equal(self.read(indices), values)
+
     def _places(self, indices: Indices) -> tuple[torch.Tensor, ...]:
         axes = np.unravel_index(indices.astype(np.int64), tuple(self._lanes.shape))
         return tuple(torch.from_numpy(axis).to(self._lanes.device) for axis in axes)

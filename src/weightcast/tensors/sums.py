@@ -7,6 +7,7 @@ holds. docs/format.md has the rule and golden vectors. Sums find damage and mist
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,14 +20,14 @@ from weightcast.errors import InvalidInput
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, Hasher, algorithm_of, raw_digest
 from weightcast.tensors.flat import Array, Buffer, byte_blocks
-from weightcast.tensors.kernels import Indices, kernels_for
+from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, kernels_for
 from weightcast.tensors.kernels.sum_tables import mix64
 from weightcast.tensors.lanes import Lanes
 from weightcast.tensors.spec import TensorSpec
 
 LABEL, ROOT_LABEL = "sum", "sums"
 _MASK = (1 << 64) - 1
-_DIGITS = 32
+_SUM = re.compile(rf"{LABEL}:[0-9a-f]{{32}}")
 _AT_ONCE = 16 << 20  # bytes between two calls of `check`
 
 Check = Callable[[], None]
@@ -63,8 +64,7 @@ class Sum:
 
 def is_sum(text: str) -> bool:
     """Whether this is a sum as it is written: ``sum:`` and 32 lower-case hexadecimal digits."""
-    label, _, digits = text.partition(":")
-    return label == LABEL and len(digits) == _DIGITS and all(digit in "0123456789abcdef" for digit in digits)
+    return _SUM.fullmatch(text) is not None
 
 
 def add_up(sums: Iterable[Sum]) -> Sum:
@@ -78,8 +78,7 @@ def add_up(sums: Iterable[Sum]) -> Sum:
 @lru_cache(maxsize=1 << 16)
 def _seeds(spec: TensorSpec) -> NDArray[np.uint64]:
     """Four seeds from name, dtype and shape, two for each sum."""
-    fields = [spec.name, spec.dtype.value, ",".join(map(str, spec.shape))]
-    raw = raw_digest(b"".join(len(data).to_bytes(8, "little") + data for data in map(str.encode, fields)))
+    raw = raw_digest(_described(spec))
     first, second = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
     seeds = np.array([first, mix64(first), second, mix64(second)], dtype=np.uint64)
     seeds.flags.writeable = False
@@ -218,9 +217,12 @@ def _flat_index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:
     return sum(place * math.prod(shape[dim + 1 :]) for dim, place in enumerate(at))
 
 
-def change_sum(spec: TensorSpec, indices: Indices, before: Lanes, after: Lanes) -> Sum:
-    """By how much the sum of a tensor grows where lanes change. `indices` count lanes; 64-bit elements are two of them."""
-    return Sum(*kernels_for(4 * before.nbytes).sum_changes(indices, before, after, _seeds(spec)))
+def change_sum(spec: TensorSpec, indices: Indices, before: Lanes, after: Lanes, rows: Rows = ALL_ROWS) -> Sum:
+    """By how much the sum of a tensor grows where lanes change. `indices` count lanes; 64-bit elements are two of them.
+
+    `rows` says where lanes of another array lie in the tensor.
+    """
+    return Sum(*kernels_for(4 * before.nbytes).sum_changes(indices, before, after, _seeds(spec), rows))
 
 
 def root_of_sums(tensors: Iterable[tuple[TensorSpec, str]]) -> str:
@@ -228,9 +230,16 @@ def root_of_sums(tensors: Iterable[tuple[TensorSpec, str]]) -> str:
 
     Each field is preceded by its length, so no two states can spell the same bytes.
     """
-    hasher = Hasher()
-    for spec, total in sorted(tensors, key=lambda item: item[0].name):
-        for text in (spec.name, spec.dtype.value, ",".join(map(str, spec.shape)), total):
-            field = text.encode()
-            hasher.update(len(field).to_bytes(8, "little") + field)
-    return f"{ROOT_LABEL}:{hasher.digest().partition(':')[2]}"
+    listed = sorted(tensors, key=lambda item: item[0].name)
+    data = b"".join(part for spec, total in listed for part in (_described(spec), _field(total)))
+    return f"{ROOT_LABEL}:{raw_digest(data).hex()}"
+
+
+@lru_cache(maxsize=1 << 16)
+def _described(spec: TensorSpec) -> bytes:
+    return b"".join(map(_field, (spec.name, spec.dtype.value, ",".join(map(str, spec.shape)))))
+
+
+def _field(text: str) -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(8, "little") + data

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -48,6 +49,11 @@ _VERSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,254}")
 
 
+@lru_cache(maxsize=1 << 16)  # versions that follow one another have the same tensors
+def _spec(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(name, dtype, shape)
+
+
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a version: what it is and where its bytes sit.
 
@@ -69,12 +75,12 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spec(self) -> TensorSpec:
         """The tensor without its place."""
-        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+        return _spec(self.name, self.dtype, self.shape)
 
     @property
     def sum_spec(self) -> TensorSpec:
         """The tensor as it is summed."""
-        return TensorSpec(name=self.summed_as or self.name, dtype=self.dtype, shape=self.shape)
+        return _spec(self.summed_as or self.name, self.dtype, self.shape)
 
     @property
     def proof(self) -> str:

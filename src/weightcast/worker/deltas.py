@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import reduce
 from math import prod
 
 import numpy as np
@@ -16,8 +15,8 @@ from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, fold, move
 from weightcast.delta.container import Block, Chunk, Table, frame_of, head_of, read_table
 from weightcast.delta.decoder import decode_chunks
-from weightcast.delta.runs import Run, assemble, slice_runs
-from weightcast.delta.sparse import TensorDelta, check_specs, folded_tensors
+from weightcast.delta.runs import Run, assemble, slice_chain, slice_runs
+from weightcast.delta.sparse import TensorDelta, check_specs, fold_tensors
 from weightcast.delta.states import block_lanes
 from weightcast.errors import DeadlineExceeded, DeltaCorrupt, UpdateCancelled, WeightcastError
 from weightcast.tensors.box_plan import intersection
@@ -129,9 +128,9 @@ class DeltaChain:
 
     def _folded(self, state: State | None) -> Delta:
         if self.ready:
-            return reduce(fold, self.ready)
+            return fold(*self.ready)
         if self.needs_no_base:
-            return _fold_all(one.along(None) for one in self.packed)
+            return fold(*(one.along(None) for one in self.packed))
         folded: Delta | None = None
         for one in self.packed:
             step = one.along(state if state is None or folded is None else MovedState(state, folded))
@@ -145,7 +144,7 @@ class DeltaChain:
         `Unaligned` if chunks that are needed are packed along more of the base than the rank holds.
         """
         if self.needs_no_base:
-            return _fold_all(self._each_sliced(held, check))
+            return slice_chain(self.packed[-1].specs, self._each_decoded(check), held)
         if live is None:
             raise Unaligned("it is packed as 'classes', and the parameters are not in host memory")
         rank = _RankBase(held, live(), self.packed[-1].specs)
@@ -154,9 +153,9 @@ class DeltaChain:
             check()
         return slice_runs(self.packed[-1].specs, rank.runs(), held)
 
-    def _each_sliced(self, held: Sequence[Held], check: Callable[[], None]) -> Iterator[Delta]:
+    def _each_decoded(self, check: Callable[[], None]) -> Iterator[list[Run]]:
         for one in self.packed:
-            yield slice_runs(one.specs, one.runs(None, threads=1), held)
+            yield one.runs(None, threads=1)
             check()
 
     def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
@@ -166,18 +165,6 @@ class DeltaChain:
             deadline.check(f"decoding the deltas to {version}")
         for delta in self.ready:
             move(arrays, delta)
-
-
-def _fold_all(deltas: Iterable[Delta]) -> Delta:
-    """Deltas that follow one another as one. Those of like size are folded first, so that each change is moved few times."""
-    piles: list[tuple[int, Delta]] = []  # how many deltas each stands for; fewer and fewer
-    for delta in deltas:
-        count, folded = 1, delta
-        while piles and piles[-1][0] <= count:
-            before = piles.pop()
-            count, folded = count + before[0], fold(before[1], folded)
-        piles.append((count, folded))
-    return reduce(fold, [delta for _, delta in piles])
 
 
 # -- fetching ------------------------------------------------------------------------------------------------------
@@ -378,7 +365,7 @@ class _RankBase:
             elements = self.lanes_of.get(place, len(run.steps)) // lanes_per_element(dtype)
             after = TensorDelta(TensorSpec(run.tensor, dtype, (elements,)), run.indices, run.steps)
             before = self.changes.get(place)
-            self.changes[place] = after if before is None else folded_tensors(before, after)
+            self.changes[place] = after if before is None else fold_tensors([before, after])
 
     def runs(self) -> Iterator[Run]:
         """All that was added."""

@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 from weightcast.delta.edit import TensorEdit
 from weightcast.tensors.boxes import Held, Placement
 from weightcast.tensors.flat import Array
+from weightcast.tensors.kernels import Rows
 from weightcast.tensors.lanes import Lanes, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Sum, box_sum, change_sum
 from weightcast.wire.manifest import TensorEntry
 
 Check = Callable[[], None]
+
+_MATRIX = 2  # dimensions
 
 
 class BoxSum(NamedTuple):
@@ -80,25 +83,47 @@ def _growth(edit: TensorEdit, held: TensorSpec, placement: Placement, source: Te
     if edit.indices is None:
         before, after = (_elements(_whole(lanes, held), placement) for lanes in (edit.before, edit.after))
         return box_sum(source, placement.box, after, check) - box_sum(source, placement.box, before, check)
-    chosen, indices = _in_source(edit.indices, held, placement, source)
-    return change_sum(source, indices, edit.before[chosen], edit.after[chosen])
+    first, last, rows = _rows_in_source(edit.indices, held, placement, source)
+    indices, before, after = edit.indices[first:last], edit.before[first:last], edit.after[first:last]
+    if rows is not None:
+        return change_sum(source, indices, before, after, rows)
+    chosen, places = _in_source(indices, held, placement, source)
+    return change_sum(source, places, before[chosen], after[chosen])
 
 
 def _whole(lanes: Lanes, spec: TensorSpec) -> Array:
     return lanes.view(spec.dtype.numpy).reshape(spec.shape)
 
 
-def _in_source(
+def _rows_in_source(
     indices: NDArray[np.unsignedinteger], held: TensorSpec, placement: Placement, source: TensorSpec
-) -> tuple[slice | NDArray[np.int64], NDArray[np.uint64]]:
-    """Which of the sorted lanes of a parameter lie in a box, and where those lie in the tensor that it is a box of."""
+) -> tuple[int, int, Rows | None]:
+    """Which of the sorted lanes of a parameter may lie in a box, and how they move to the tensor that it is a box of.
+
+    That is None if the box is not made of equal parts of rows, as in transposed parameters.
+    """
     lanes, target = lanes_per_element(held.dtype), placement.target
     ends = [start + size - 1 for start, size in zip(target.start, target.shape, strict=True)]
-    bounds = [_flat(held.shape, target.start) * lanes, (_flat(held.shape, ends) + 1) * lanes]
+    bounds = _flat(held.shape, target.start) * lanes, (_flat(held.shape, ends) + 1) * lanes
     first, last = np.searchsorted(indices, np.array(bounds, dtype=indices.dtype)).tolist()
-    near = indices[first:last].astype(np.int64)
-    if _is_rows(held, placement, source):
-        return slice(first, last), (near - bounds[0] + _flat(source.shape, placement.box.start) * lanes).astype(np.uint64)
+    extra, box = len(placement.at) - len(placement.box.shape), placement.box
+    if placement.transposed or not source.shape:
+        return first, last, None
+    if box.shape[1:] == source.shape[1:] == held.shape[extra + 1 :]:  # they follow one another in both
+        return first, last, Rows(1 << 62, 0, 1 << 62, 0, _flat(source.shape, box.start) * lanes - bounds[0])
+    if len(box.shape) != _MATRIX:
+        return first, last, None
+    row = _flat(held.shape, target.start) // held.shape[-1]
+    corner = _flat(source.shape, box.start) - row * source.shape[-1]
+    sizes = held.shape[-1], placement.at[-1], box.shape[-1], source.shape[-1], corner
+    return first, last, Rows(*(size * lanes for size in sizes))
+
+
+def _in_source(
+    indices: NDArray[np.unsignedinteger], held: TensorSpec, placement: Placement, source: TensorSpec
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Which lanes of a parameter lie in a box, and where those lie in the tensor that it is a box of."""
+    lanes, target, near = lanes_per_element(held.dtype), placement.target, indices.astype(np.int64)
     elements, rest = np.divmod(near, lanes) if lanes > 1 else (near, np.zeros_like(near))
     places = np.unravel_index(elements, held.shape)
     inside = np.ones(len(near), dtype=bool)
@@ -111,15 +136,8 @@ def _in_source(
         own.reverse()
     there = [place + start for place, start in zip(own, placement.box.start, strict=True)]
     flat = np.ravel_multi_index(there, source.shape) if source.shape else np.zeros(len(chosen), dtype=np.int64)
-    return chosen + first, (flat * lanes + rest[chosen]).astype(np.uint64)
+    return chosen, (flat * lanes + rest[chosen]).astype(np.uint64)
 
 
 def _flat(shape: tuple[int, ...], at: Sequence[int]) -> int:
     return sum(place * prod(shape[dim + 1 :]) for dim, place in enumerate(at))
-
-
-def _is_rows(held: TensorSpec, placement: Placement, source: TensorSpec) -> bool:
-    """Whether the elements of a box follow one another, in the parameter as in its tensor."""
-    extra = len(placement.at) - len(placement.box.shape)
-    inner = placement.box.shape[1:]
-    return not placement.transposed and inner == source.shape[1:] == held.shape[extra + 1 :] and len(source.shape) > 0

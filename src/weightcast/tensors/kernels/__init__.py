@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,33 @@ log = logs.get(__name__)
 
 Indices = NDArray[Any]
 Numbers = NDArray[np.uint32]
+Counts = NDArray[np.int64]
 Bits = NDArray[np.uint8]
 Backend = Literal["compiled", "numpy"]
 
 _WORTH_LOADING = 16 << 20  # bytes of work in NumPy that take about as long as loading the compiled kernels
 _worked = 0  # bytes of work that this process has done in NumPy
 
+NO_ROOM: Counts = np.zeros(0, dtype=np.int64)
+
 ENDLESS = 0xFFFF_FFFF  # a gap that no chunk is long enough for
+
+
+class Rows(NamedTuple):
+    """How lanes move from one array to another whose rows have another length.
+
+    Rows have `length` lanes. Of each, `width` lanes from `skip` on are taken. The first of these in row r goes to lane
+    `corner + r · stride`.
+    """
+
+    length: int
+    skip: int
+    width: int
+    stride: int
+    corner: int
+
+
+ALL_ROWS = Rows(1 << 62, 0, 1 << 62, 0, 0)
 
 
 class Kernels(Protocol):
@@ -54,22 +75,44 @@ class Kernels(Protocol):
         Raises `ValueError` if the block does not hold exactly `changes` of them.
         """
 
-    def put_numbers(self, values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
-        """Numbers as symbols and packed low bits; `shifts` has one entry per number. docs/delta-format.md has the code."""
+    def put_numbers(self, values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+        """Numbers as symbols and packed low bits. They are in groups, which have `counts` of them and a shift each.
 
-    def take_numbers(self, symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
-        """The opposite of `put_numbers`. Raises `ValueError` for a byte that is no symbol, and for more or fewer bits than
-        the symbols ask for.
+        docs/delta-format.md has the code.
         """
 
-    def merge(self, a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, Steps]:
-        """Both changes together: sorted union of the indices, steps added, those that cancel left out."""
+    def take_numbers(
+        self, symbols: NDArray[np.uint8], counts: Counts, shifts: NDArray[np.uint8], bits: Bits, room: Counts = NO_ROOM
+    ) -> Numbers:
+        """The opposite of `put_numbers`. With `room` the numbers are gaps in blocks of so many lanes: returns the lanes.
+
+        Raises `ValueError` for a byte that is no symbol, for more or fewer bits than the symbols ask for, and for a lane
+        outside of its block.
+        """
+
+    def put_steps(self, steps: Steps) -> tuple[NDArray[np.uint8], Numbers]:
+        """Steps that are not 0 as half bytes, and what is left of the large ones."""
+
+    def take_steps(self, nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: LaneKind) -> Steps:
+        """The opposite of `put_steps`. Raises `ValueError` for steps that cannot be."""
+
+    def fold(self, runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
+        """All changes together: sorted union of the indices, steps added, those that cancel left out.
+
+        The indices of each run are sorted. With `apart`, raises `ValueError` if a lane is in two runs.
+        """
+
+    def place(self, changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
+        """The changes that a box takes, at their lanes there, as `wide` integers. Indices count from lane `start` on."""
 
     def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
         """The lanes at `indices` as they are, and after these steps. `lanes` is not changed."""
 
     def scatter(self, lanes: Lanes, indices: Indices, values: Lanes) -> None:
         """Write values at indices. The caller has checked that the indices lie inside."""
+
+    def count_unlike(self, lanes: Lanes, indices: Indices, values: Lanes) -> int:
+        """How many lanes at indices are not these values. The caller has checked that the indices lie inside."""
 
     def sum_rows(self, rows: NDArray[Any], first: int, step: int, seeds: NDArray[np.uint64]) -> tuple[int, int]:
         """The two sums of rows of words. A word has 16 bits, or 8 that are zero-extended.
@@ -78,8 +121,13 @@ class Kernels(Protocol):
         together in memory.
         """
 
-    def sum_changes(self, indices: Indices, before: Lanes, after: Lanes, seeds: NDArray[np.uint64]) -> tuple[int, int]:
-        """By how much the two sums grow where lanes change. A lane of 32 bits is two words."""
+    def sum_changes(
+        self, indices: Indices, before: Lanes, after: Lanes, seeds: NDArray[np.uint64], rows: Rows = ALL_ROWS
+    ) -> tuple[int, int]:
+        """By how much the two sums grow where lanes change. A lane of 32 bits is two words.
+
+        With `rows` only lanes of a box count, each with the index that it has in the tensor.
+        """
 
 
 class ClassWalk:

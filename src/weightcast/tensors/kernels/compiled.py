@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
+from weightcast.tensors.kernels import NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers, Rows
 from weightcast.tensors.kernels.class_loops import loops_for
-from weightcast.tensors.kernels.jit import I64, INDEX_TYPES, LANE_TYPES, U8, U32, U64, compiled, prefetch, read_of, write_of
-from weightcast.tensors.kernels.numbers import FLOORS, MAX_WIDTH, WIDTHS, check_bits
+from weightcast.tensors.kernels.jit import (
+    I64,
+    INDEX_TYPES,
+    LANE_TYPES,
+    U8,
+    U32,
+    U64,
+    compiled,
+    prefetch,
+    read_of,
+    trailing_zeros,
+    write_of,
+)
+from weightcast.tensors.kernels.numbers import ESCAPE, FLOORS, MAX_WIDTH, WIDTHS, check_bits, check_steps
 from weightcast.tensors.kernels.sum_loops import sum_changes, sum_rows
 from weightcast.tensors.lanes import SIGNED, LaneKind, Lanes, Steps
 
 __all__ = [
     "class_gaps",
+    "count_unlike",
     "find",
     "find_by_class",
     "find_with_gaps",
-    "merge",
+    "fold",
     "moved",
+    "place",
     "put_numbers",
+    "put_steps",
     "scatter",
     "sum_changes",
     "sum_rows",
     "take_numbers",
+    "take_steps",
 ]
 
 _SMALL = 4096
 _SMALL_SYMBOLS = (np.searchsorted(FLOORS, np.arange(_SMALL), side="right") - 1).astype(np.uint8)
+_COUNTS: Any = types.UniTuple(I64, 2)
+_TAKEN = {-1: "a byte is not a symbol", -2: "a number has more than 32 bits", -3: "a change lies outside of its block"}
+_WINDOW = 1 << 15  # lanes that are added up at once: their totals stay in the cache
 _AHEAD = 64  # how many changes ahead memory is asked for: scattered stores wait for memory, not for the processor
 
 
@@ -68,73 +88,180 @@ def _find(old: Any, new: Any, old_words: Any, new_words: Any, flip: Any, indices
     return found
 
 
-@compiled(I64(read_of(U32), read_of(U8), read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
-def _put_numbers(values: Any, shifts: Any, small: Any, widths: Any, symbols: Any, words: Any) -> Any:
+@compiled(I64(read_of(U32), read_of(I64), read_of(U8), read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
+def _put_numbers(values: Any, counts: Any, shifts: Any, small: Any, widths: Any, symbols: Any, words: Any) -> Any:
     """Returns how many bits were written. `small` has the symbols of small numbers; eight bits more are 64 symbols more."""
     word, filled, written, total = np.uint64(0), np.uint64(0), 0, np.uint64(0)
-    for at in range(values.size):
-        large, symbol = values[at] >> shifts[at], np.int64(0)
-        while large >= np.uint32(_SMALL):
-            large >>= np.uint32(8)
-            symbol += 64
-        symbol += small[large]
-        symbols[at] = symbol
-        width = np.uint64(widths[symbol]) + np.uint64(shifts[at])
-        word |= (np.uint64(values[at]) & ((np.uint64(1) << width) - np.uint64(1))) << filled
-        filled += width
-        total += width
-        if filled >= np.uint64(32):
-            words[written] = word & np.uint64(0xFFFF_FFFF)
-            written += 1
-            word >>= np.uint64(32)
-            filled -= np.uint64(32)
+    at = 0
+    for group in range(counts.size):
+        shift = np.uint32(shifts[group])
+        for _ in range(counts[group]):
+            large, symbol = values[at] >> shift, np.int64(0)
+            while large >= np.uint32(_SMALL):
+                large >>= np.uint32(8)
+                symbol += 64
+            symbol += small[large]
+            symbols[at] = symbol
+            width = np.uint64(widths[symbol]) + np.uint64(shift)
+            word |= (np.uint64(values[at]) & ((np.uint64(1) << width) - np.uint64(1))) << filled
+            filled += width
+            total += width
+            if filled >= np.uint64(32):
+                words[written] = word & np.uint64(0xFFFF_FFFF)
+                written += 1
+                word >>= np.uint64(32)
+                filled -= np.uint64(32)
+            at += 1
     words[written] = word
     return total
 
 
-@compiled(I64(read_of(U8), read_of(U8), read_of(U32), read_of(U8), read_of(U32), write_of(U32)))
-def _take_numbers(symbols: Any, shifts: Any, floors: Any, widths: Any, words: Any, values: Any) -> Any:
-    """Returns how many bits were read; less than 0 at a byte that is no symbol, or a number that is too wide."""
+@compiled(I64(read_of(U8), read_of(I64), read_of(U8), read_of(I64), read_of(U32), read_of(U8), read_of(U32), write_of(U32)))
+def _take_numbers(
+    symbols: Any, counts: Any, shifts: Any, room: Any, floors: Any, widths: Any, words: Any, values: Any
+) -> Any:
+    """Returns how many bits were read; less than 0 for what `_TAKEN` says. With `room` the numbers are gaps between lanes of
+    blocks with so many lanes, and `values` are the lanes.
+    """
     word, filled, read, total = np.uint64(0), np.uint64(0), 0, np.int64(0)
-    for at in range(symbols.size):
-        symbol = symbols[at]
-        if symbol >= widths.size:
-            return np.int64(-1)
-        shift = np.uint64(shifts[at])
-        width = np.uint64(widths[symbol]) + shift
-        if width > np.uint64(MAX_WIDTH):
-            return np.int64(-2)
-        total += np.int64(width)
-        if filled < width:
-            if read < words.size:  # else there are too few bits, which the caller sees by their count
-                word |= np.uint64(words[read]) << filled
-            read += 1
-            filled += np.uint64(32)
-        values[at] = (np.uint64(floors[symbol]) << shift) | (word & ((np.uint64(1) << width) - np.uint64(1)))
-        word >>= width
-        filled -= width
+    at = 0
+    for group in range(counts.size):
+        shift, lane = np.uint64(shifts[group]), np.int64(-1)
+        for _ in range(counts[group]):
+            symbol = symbols[at]
+            if symbol >= widths.size:
+                return np.int64(-1)
+            width = np.uint64(widths[symbol]) + shift
+            if width > np.uint64(MAX_WIDTH):
+                return np.int64(-2)
+            total += np.int64(width)
+            if filled < width:
+                if read < words.size:  # else there are too few bits, which the caller sees by their count
+                    word |= np.uint64(words[read]) << filled
+                read += 1
+                filled += np.uint64(32)
+            number = (np.uint64(floors[symbol]) << shift) | (word & ((np.uint64(1) << width) - np.uint64(1)))
+            word >>= width
+            filled -= width
+            if room.size:
+                lane += np.int64(number) + 1
+                if lane >= room[group]:
+                    return np.int64(-3)
+                values[at] = lane
+            else:
+                values[at] = number
+            at += 1
     return total
 
 
-@compiled(
-    *(I64(read_of(i), read_of(t), read_of(i), read_of(t), write_of(i), write_of(t)) for t in LANE_TYPES for i in INDEX_TYPES)
-)
-def _merge(a_indices: Any, a_steps: Any, b_indices: Any, b_steps: Any, indices: Any, steps: Any) -> int:
-    a = b = merged = 0
-    while a < a_indices.size or b < b_indices.size:
-        if b == b_indices.size or (a < a_indices.size and a_indices[a] < b_indices[b]):
-            indices[merged], steps[merged] = a_indices[a], a_steps[a]
-            a += 1
-        elif a == a_indices.size or b_indices[b] < a_indices[a]:
-            indices[merged], steps[merged] = b_indices[b], b_steps[b]
-            b += 1
+@compiled(*(I64(read_of(t), write_of(U8), write_of(U32)) for t in LANE_TYPES))
+def _put_steps(steps: Any, nibbles: Any, large: Any) -> int:
+    """Returns how many steps are large."""
+    found = 0
+    for at in range(steps.size):
+        step = np.int64(steps[at])
+        value = (step << 1) ^ (step >> 63)
+        value -= 1
+        if value >= ESCAPE:
+            large[found] = value - ESCAPE
+            found += 1
+            value = np.int64(ESCAPE)
+        if at & 1:
+            nibbles[at >> 1] |= value << 4
         else:
-            indices[merged], steps[merged] = a_indices[a], a_steps[a] + b_steps[b]
-            a += 1
-            b += 1
-        if steps[merged] != 0:
-            merged += 1
-    return merged
+            nibbles[at >> 1] = value
+    return found
+
+
+@compiled(*(I64(read_of(U8), read_of(U32), U64, write_of(t)) for t in LANE_TYPES))
+def _take_steps(nibbles: Any, large: Any, most: Any, steps: Any) -> int:
+    """Returns how many steps are large; -1 if one does not fit into a lane."""
+    found = 0
+    for at in range(steps.size):
+        value = np.uint64(nibbles[at >> 1] >> np.uint8(4 * (at & 1))) & np.uint64(15)
+        if value == np.uint64(ESCAPE):
+            if found < large.size:
+                value += np.uint64(large[found])
+            found += 1
+            if value > most:
+                return -1
+        value += np.uint64(1)
+        steps[at] = np.int64(value >> np.uint64(1)) ^ -np.int64(value & np.uint64(1))
+    return found
+
+
+@compiled(
+    *(
+        _COUNTS(read_of(i), read_of(t), write_of(I64), read_of(I64), write_of(t), write_of(U64), write_of(i), write_of(t))
+        for t in LANE_TYPES
+        for i in INDEX_TYPES
+    )
+)
+def _fold(
+    indices: Any, steps: Any, cursors: Any, ends: Any, totals: Any, marks: Any, out_indices: Any, out_steps: Any
+) -> Any:
+    """Adds up runs that lie one after the other in `indices` and `steps`, in windows of as many lanes as `totals` has.
+
+    Returns how many changes were written, and how many lanes were met.
+    """
+    written, met, window = 0, 0, np.int64(totals.size)
+    while True:
+        low = np.int64(-1)
+        for run in range(cursors.size):
+            if cursors[run] < ends[run]:
+                first = np.int64(indices[cursors[run]])
+                if low < 0 or first < low:
+                    low = first
+        if low < 0:
+            return written, met
+        start = low - low % window
+        for run in range(cursors.size):
+            at, end = cursors[run], ends[run]
+            while at < end:
+                lane = np.int64(indices[at]) - start
+                if lane >= window:
+                    break
+                totals[lane] += steps[at]
+                marks[lane >> 6] |= np.uint64(1) << np.uint64(lane & 63)
+                at += 1
+            cursors[run] = at
+        for word in range(marks.size):
+            left = marks[word]
+            marks[word] = np.uint64(0)
+            while left:
+                lane = (word << 6) + np.int64(trailing_zeros(left))
+                left &= left - np.uint64(1)
+                met += 1
+                if totals[lane] != 0:
+                    out_indices[written], out_steps[written] = start + lane, totals[lane]
+                    written += 1
+                    totals[lane] = 0
+
+
+@compiled(
+    *(
+        I64(read_of(i), read_of(t), I64, I64, I64, I64, I64, I64, write_of(o), write_of(t))
+        for t in LANE_TYPES
+        for i in INDEX_TYPES
+        for o in INDEX_TYPES
+    )
+)
+def _place(
+    indices: Any, steps: Any, start: Any, row: Any, skip: Any, width: Any, stride: Any, corner: Any, placed: Any, taken: Any
+) -> int:
+    """Returns how many changes were written."""
+    written, begin, end, base = 0, np.int64(0), np.int64(0), np.int64(0)
+    for at in range(indices.size):
+        lane = np.int64(indices[at]) + start
+        if lane >= end or lane < begin:  # in another row than the change before
+            number = lane // row
+            begin = number * row
+            end, base = begin + row, number * stride + corner
+        inside = lane - begin - skip
+        if 0 <= inside < width:
+            placed[written], taken[written] = base + inside, steps[at]
+            written += 1
+    return written
 
 
 @compiled(
@@ -162,6 +289,16 @@ def _scatter(lanes: Any, indices: Any, values: Any) -> None:
         lanes[np.intp(indices[at])] = values[at]
     for at in range(ahead, indices.size):
         lanes[np.intp(indices[at])] = values[at]
+
+
+@compiled(*(I64(read_of(t), read_of(i), read_of(t)) for t in LANE_TYPES for i in INDEX_TYPES))
+def _count_unlike(lanes: Any, indices: Any, values: Any) -> int:
+    ahead, unlike = max(0, indices.size - _AHEAD), 0
+    for at in range(indices.size):
+        if at < ahead:
+            prefetch(lanes, np.intp(indices[at + _AHEAD]))
+        unlike += lanes[np.intp(indices[at])] != values[at]
+    return unlike
 
 
 def _flip(kind: LaneKind) -> int:
@@ -223,31 +360,63 @@ def find_by_class(
     return indices, positions
 
 
-def put_numbers(values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+def put_numbers(values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
     """See `Kernels.put_numbers`."""
     symbols, words = np.empty(values.size, dtype=np.uint8), np.empty(values.size + 1, dtype="<u4")
-    bits = _put_numbers(values, shifts, _SMALL_SYMBOLS, WIDTHS, symbols, words)
+    bits = _put_numbers(values, counts, shifts, _SMALL_SYMBOLS, WIDTHS, symbols, words)
     return symbols, words.view(np.uint8)[: (bits + 7) // 8].copy()
 
 
-def take_numbers(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
+def take_numbers(
+    symbols: NDArray[np.uint8], counts: Counts, shifts: NDArray[np.uint8], bits: Bits, room: Counts = NO_ROOM
+) -> Numbers:
     """See `Kernels.take_numbers`."""
     words = np.zeros(bits.size // 4 + 1, dtype="<u4")
     words.view(np.uint8)[: bits.size] = bits
     values = np.empty(symbols.size, dtype=np.uint32)
-    asked = _take_numbers(symbols, shifts, FLOORS, WIDTHS, words, values)
+    asked = _take_numbers(symbols, counts, shifts, room, FLOORS, WIDTHS, words, values)
     if asked < 0:
-        raise ValueError("a byte is not a symbol" if asked == -1 else "a number has more than 32 bits")
+        raise ValueError(_TAKEN[asked])
     check_bits(bits, asked)
     return values
 
 
-def merge(a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, Steps]:
-    """See `Kernels.merge`."""
-    room = a[0].size + b[0].size + 1  # a step that cancels is written once more before it is passed over
-    indices, steps = np.empty(room, dtype=a[0].dtype), np.empty(room, dtype=a[1].dtype)
-    merged = _merge(*a, *b, indices, steps)
-    return indices[:merged].copy(), steps[:merged].copy()
+def put_steps(steps: Steps) -> tuple[NDArray[np.uint8], Numbers]:
+    """See `Kernels.put_steps`."""
+    nibbles, large = np.empty((steps.size + 1) // 2, dtype=np.uint8), np.empty(steps.size, dtype=np.uint32)
+    found = _put_steps(steps, nibbles, large)
+    return nibbles, large[:found]
+
+
+def take_steps(nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: LaneKind) -> Steps:
+    """See `Kernels.take_steps`."""
+    steps: Steps = np.empty(changes, dtype=kind.signed)
+    found = _take_steps(nibbles, large, (1 << 8 * kind.nbytes) - 2, steps)
+    check_steps(nibbles, changes, found, large.size)
+    return steps
+
+
+def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
+    """See `Kernels.fold`."""
+    indices, steps = (np.concatenate(column) for column in zip(*runs, strict=True))
+    ends = np.cumsum([run[0].size for run in runs], dtype=np.int64)
+    cursors = np.concatenate([[0], ends[:-1]])
+    totals, marks = np.zeros(_WINDOW, dtype=steps.dtype), np.zeros(_WINDOW // 64, dtype=np.uint64)
+    folded, added = np.empty(indices.size, dtype=indices.dtype), np.empty(steps.size, dtype=steps.dtype)
+    written, met = _fold(indices, steps, cursors, ends, totals, marks, folded, added)
+    if apart and met < indices.size:
+        raise ValueError("changes overlap")
+    if 2 * written < indices.size:  # else to copy costs more than the memory that it gives back
+        return folded[:written].copy(), added[:written].copy()
+    return folded[:written], added[:written]
+
+
+def place(changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
+    """See `Kernels.place`."""
+    indices, steps = changes
+    placed, taken = np.empty(indices.size, dtype=wide), np.empty(steps.size, dtype=steps.dtype)
+    written = _place(indices, steps, start, *rows, placed, taken)
+    return placed[:written], taken[:written]
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
@@ -261,3 +430,9 @@ def scatter(lanes: Lanes, indices: Indices, values: Lanes) -> None:
     """See `Kernels.scatter`."""
     signed = SIGNED[lanes.itemsize]
     _scatter(lanes.view(signed), indices, values.view(signed))
+
+
+def count_unlike(lanes: Lanes, indices: Indices, values: Lanes) -> int:
+    """See `Kernels.count_unlike`."""
+    signed = SIGNED[lanes.itemsize]
+    return int(_count_unlike(lanes.view(signed), indices, values.view(signed)))

@@ -80,3 +80,13 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]  # n
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, number):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """How many of the lowest bits of a number other than 0 are 0."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT = 16  # symbols below this stand for themselves
+ESCAPE = 15  # half a byte that sends the reader to the stream of large steps
 MAX_WIDTH = 28  # low bits of a 32-bit number: its symbol has the upper four
 SYMBOLS = EXACT + 8 * MAX_WIDTH
 
@@ -32,3 +33,13 @@ def check_bits(bits: NDArray[np.uint8], asked: int) -> None:
     """Raise `ValueError` unless there are so many packed bits, and nothing behind them."""
     if len(bits) != (asked + 7) // 8 or (asked % 8 and bits[-1] >> (asked % 8)):
         raise ValueError(f"the low bits have {len(bits)} bytes where {asked} bits are asked for")
+
+
+def check_steps(nibbles: NDArray[np.uint8], changes: int, large: int, given: int) -> None:
+    """Raise `ValueError` if steps are too large, if there are not as many large ones as given, or if bits are left over."""
+    if large < 0:
+        raise ValueError("a step does not fit into a lane")
+    if large != given:
+        raise ValueError(f"there are {given} large steps where {large} are asked for")
+    if changes % 2 and nibbles[-1] >> 4:
+        raise ValueError("the last half byte of the steps is not empty")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.tensors.kernels import Bits, ClassWalk, Indices, Numbers
-from weightcast.tensors.kernels.numbers import FLOORS, MAX_WIDTH, SYMBOLS, WIDTHS, check_bits
+from weightcast.tensors.kernels import ALL_ROWS, NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers, Rows
+from weightcast.tensors.kernels.numbers import ESCAPE, FLOORS, MAX_WIDTH, SYMBOLS, WIDTHS, check_bits, check_steps
 from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
-from weightcast.tensors.lanes import LaneKind, Lanes, Steps, mapped, unmapped
+from weightcast.tensors.lanes import LaneKind, Lanes, Steps, from_zigzag, mapped, to_zigzag, unmapped
 
 
 def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
@@ -77,38 +78,84 @@ def find_by_class(
     return indices[sequence].astype(np.uint32), positions[sequence]
 
 
-def put_numbers(values: Numbers, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+def put_numbers(values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
     """See `Kernels.put_numbers`."""
-    large = values >> shifts
+    each = np.repeat(shifts, counts)
+    large = values >> each
     symbols = (np.searchsorted(FLOORS, large, side="right") - 1).astype(np.uint8)
-    widths = WIDTHS[symbols].astype(np.int64) + shifts
+    widths = WIDTHS[symbols].astype(np.int64) + each
     low = values.astype(np.uint64) & ((np.uint64(1) << widths.astype(np.uint64)) - np.uint64(1))
     return symbols, _pack(low, widths)
 
 
-def take_numbers(symbols: NDArray[np.uint8], shifts: NDArray[np.uint8], bits: Bits) -> Numbers:
+def take_numbers(
+    symbols: NDArray[np.uint8], counts: Counts, shifts: NDArray[np.uint8], bits: Bits, room: Counts = NO_ROOM
+) -> Numbers:
     """See `Kernels.take_numbers`."""
     if len(symbols) and int(symbols.max()) >= SYMBOLS:
         raise ValueError(f"{int(symbols.max())} is not a symbol")
-    widths = WIDTHS[symbols].astype(np.int64) + shifts
+    each = np.repeat(shifts, counts)
+    widths = WIDTHS[symbols].astype(np.int64) + each
     if len(symbols) and int(widths.max()) > MAX_WIDTH:
         raise ValueError("a number has more than 32 bits")
     check_bits(bits, int(widths.sum()))
     low = _unpack(bits, widths)
-    values: Numbers = ((FLOORS[symbols].astype(np.uint64) << shifts.astype(np.uint64)) | low).astype(np.uint32)
-    return values
+    values: Numbers = ((FLOORS[symbols].astype(np.uint64) << each.astype(np.uint64)) | low).astype(np.uint32)
+    return _lanes_after(values, counts, room) if len(room) else values
 
 
-def merge(a: tuple[Indices, Steps], b: tuple[Indices, Steps]) -> tuple[Indices, Steps]:
-    """See `Kernels.merge`."""
-    both = np.concatenate([a[0], b[0]])
-    order = np.argsort(both, kind="stable")
-    indices, steps = both[order], np.concatenate([a[1], b[1]])[order]
-    twice = np.flatnonzero(indices[1:] == indices[:-1])
-    steps[twice] += steps[twice + 1]
-    keep = steps != 0
-    keep[twice + 1] = False
-    return indices[keep], steps[keep]
+def _lanes_after(gaps: Numbers, counts: Counts, room: Counts) -> Numbers:
+    """The lanes of changes, from the gaps between them."""
+    through = np.cumsum(gaps.astype(np.int64) + 1)
+    ends = np.cumsum(counts)
+    begins = np.concatenate([[0], through])[ends - counts]
+    lanes = through - np.repeat(begins, counts) - 1
+    if (lanes >= np.repeat(room, counts)).any():
+        raise ValueError("a change lies outside of its block")
+    found: Numbers = lanes.astype(np.uint32)
+    return found
+
+
+def put_steps(steps: Steps) -> tuple[NDArray[np.uint8], Numbers]:
+    """See `Kernels.put_steps`."""
+    values: Numbers = to_zigzag(steps).astype(np.uint32) - np.uint32(1)
+    small = np.zeros(len(values) + len(values) % 2, dtype=np.uint8)
+    small[: len(values)] = np.minimum(values, ESCAPE)
+    return small[::2] | (small[1::2] << np.uint8(4)), values[values >= ESCAPE] - np.uint32(ESCAPE)
+
+
+def take_steps(nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: LaneKind) -> Steps:
+    """See `Kernels.take_steps`."""
+    values = np.empty(2 * len(nibbles), dtype=np.uint64)
+    values[::2], values[1::2] = nibbles & 15, nibbles >> 4
+    values = values[:changes]
+    escaped = np.flatnonzero(values == ESCAPE)
+    check_steps(nibbles, changes, len(escaped), len(large))
+    values[escaped] += large
+    if changes and int(values.max()) > (1 << 8 * kind.nbytes) - 2:
+        check_steps(nibbles, changes, -1, len(large))
+    return from_zigzag((values + np.uint64(1)).astype(kind.unsigned))
+
+
+def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
+    """See `Kernels.fold`."""
+    indices, steps = (np.concatenate(column) for column in zip(*runs, strict=True))
+    order = np.argsort(indices, kind="stable")
+    indices, steps = indices[order], steps[order]
+    first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]])[: len(indices)])
+    if apart and len(first) < len(indices):
+        raise ValueError("changes overlap")
+    added = np.add.reduceat(steps, first, dtype=steps.dtype) if len(first) else steps
+    keep = added != 0
+    return indices[first][keep], added[keep]
+
+
+def place(changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
+    """See `Kernels.place`."""
+    row, inside = np.divmod(changes[0].astype(np.int64) + start, rows.length)
+    inside -= rows.skip
+    taken = np.flatnonzero((inside >= 0) & (inside < rows.width))
+    return (row[taken] * rows.stride + rows.corner + inside[taken]).astype(wide), changes[1][taken]
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
@@ -120,6 +167,11 @@ def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple
 def scatter(lanes: Lanes, indices: Indices, values: Lanes) -> None:
     """See `Kernels.scatter`."""
     lanes[indices] = values
+
+
+def count_unlike(lanes: Lanes, indices: Indices, values: Lanes) -> int:
+    """See `Kernels.count_unlike`."""
+    return int(np.count_nonzero(lanes[indices] != values))
 
 
 def _classes(lanes: Lanes, kind: LaneKind) -> NDArray[np.uint8]:
@@ -190,10 +242,16 @@ def sum_rows(rows: NDArray[Any], first: int, step: int, seeds: NDArray[np.uint64
     return int(total[0]), int(total[1])
 
 
-def sum_changes(indices: Indices, before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64]) -> tuple[int, int]:
+def sum_changes(
+    indices: Indices, before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64], rows: Rows = ALL_ROWS
+) -> tuple[int, int]:
     """See `Kernels.sum_changes`."""
     words = max(1, before.itemsize // 2)
     places = indices.astype(np.int64)
+    if rows is not ALL_ROWS:
+        row, inside = places // rows.length, places % rows.length - rows.skip
+        taken = (inside >= 0) & (inside < rows.width)
+        places, before, after = (row * rows.stride + rows.corner + inside)[taken], before[taken], after[taken]
     if words > 1:
         places = (places[:, np.newaxis] * words + np.arange(words)).reshape(-1)
         before, after = np.ascontiguousarray(before).view(np.uint16), np.ascontiguousarray(after).view(np.uint16)

@@ -10,6 +10,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from weightcast.tensors.kernels import ALL_ROWS, Rows
 from weightcast.tensors.kernels.jit import I64, INDEX_TYPES, U8, U32, U64, compiled, read_of
 from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
 
@@ -124,20 +125,38 @@ def _sum_rows(rows: Any, first: Any, step: Any, seeds: Any, tables: Any) -> Any:
 
 @compiled(
     *(
-        _PAIR(read_of(index), read_of(item), read_of(item), read_of(U64), _TABLES)
+        _PAIR(read_of(index), read_of(item), read_of(item), read_of(U64), _TABLES, I64, I64, I64, I64, I64)
         for index in INDEX_TYPES
         for item in (U8, _U16, U32)
     )
 )
-def _sum_changes(indices: Any, before: Any, after: Any, seeds: Any, tables: Any) -> Any:
+def _sum_changes(
+    indices: Any,
+    before: Any,
+    after: Any,
+    seeds: Any,
+    tables: Any,
+    length: Any,
+    skip: Any,
+    width: Any,
+    stride: Any,
+    corner: Any,
+) -> Any:
     """By how much the sums grow where lanes of 8, 16 or 32 bits change."""
     one, other = np.uint64(0), np.uint64(0)
     words = max(1, before.itemsize // 2)
-    last = np.int64(-1)
+    last, start, stop, away = np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
     e, f, g, h = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
     for at in range(indices.size):
+        place = np.int64(indices[at])
+        if place < start or place >= stop:  # in another row than the change before
+            row = place // length
+            start, stop = row * length, row * length + length
+            away = row * stride + corner - start - skip
+        if place < start + skip or place >= start + skip + width:
+            continue
         for word in range(words):
-            index = np.int64(indices[at]) * words + word
+            index = (place + away) * words + word
             block, lane = index // _LANES, index % _LANES
             if block != last:
                 e, f = _multiplier(seeds[0], block), _multiplier(seeds[1], block)
@@ -157,8 +176,8 @@ def sum_rows(rows: NDArray[Any], first: int, step: int, seeds: NDArray[np.uint64
 
 
 def sum_changes(
-    indices: NDArray[Any], before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64]
+    indices: NDArray[Any], before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64], rows: Rows = ALL_ROWS
 ) -> tuple[int, int]:
     """See `Kernels.sum_changes`."""
-    one, other = _sum_changes(indices, before, after, seeds, TABLES)
+    one, other = _sum_changes(indices, before, after, seeds, TABLES, *rows)
     return int(one), int(other)
