@@ -347,7 +347,8 @@ def test_both_backends_merge_move_and_scatter_alike(sample, signed):
     steps[0, a[0]], steps[1, b[0]] = a[1], b[1]
     expected = steps[0] + steps[1]
     for one in both:
-        indices, merged = one.fold([a, b])
+        changes = np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
+        indices, merged = one.fold(changes, np.array([len(a[0]), len(a[0]) + len(b[0])]))
         assert (indices.dtype, merged.dtype) == (a[0].dtype, a[1].dtype)
         assert indices.tolist() == np.flatnonzero(expected).tolist()
         assert merged.tolist() == expected[expected != 0].tolist()

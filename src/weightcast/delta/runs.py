@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightcast.delta.sparse import Delta, TensorDelta, normal_form, span
+from weightcast.delta.sparse import Changes, Delta, TensorDelta, fold_changes, normal_form, span
 from weightcast.errors import DeltaCorrupt, DeltaDoesNotFit, Mismatch
 from weightcast.tensors.box_plan import intersection
 from weightcast.tensors.boxes import Box, Held, Placement
 from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, kernels
-from weightcast.tensors.lanes import Steps, index_dtype, lane_count, lanes_per_element
+from weightcast.tensors.lanes import Steps, index_dtype, kind_of, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
-
-Changes = tuple[Indices, Steps]
 
 _FOLDED_AT_ONCE = 16  # deltas
 
@@ -76,8 +74,7 @@ def _join(spec: TensorSpec, runs: list[Run]) -> TensorDelta:
     wide = index_dtype(lanes)
     if len(runs) == 1 and runs[0].box is None and runs[0].indices is None and len(runs[0].steps) == lanes:
         return normal_form(spec, None, runs[0].steps)
-    parts = [_in_tensor(spec, run, wide) for run in runs]
-    return normal_form(spec, *_together(_apart(spec.name, parts) or parts))
+    return normal_form(spec, *_together(spec.name, [_in_tensor(spec, run, wide) for run in runs]))
 
 
 def _in_tensor(spec: TensorSpec, run: Run, wide: np.dtype[Any]) -> Changes:
@@ -107,30 +104,18 @@ def out_of_box(spec: TensorSpec, box: Box, inside: Indices, start: int, *, out: 
     out[:] = moved
 
 
-def _apart(name: str, parts: Sequence[Changes]) -> Sequence[Changes]:
-    """Parts of the changes of a tensor in their order. Each of them is sorted. `DeltaCorrupt`: they overlap."""
-    in_order = sorted(filter(_some, parts), key=lambda part: int(part[0][0]))
-    if all(int(before[0][-1]) < int(after[0][0]) for before, after in pairwise(in_order)):
-        return in_order
-    try:
-        return [kernels().fold(in_order, apart=True)]
-    except ValueError as error:
-        raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
-
-
-def _together(parts: Sequence[Changes]) -> Changes:
-    """Parts as one; where they meet, steps are added."""
-    some = list(filter(_some, parts))
+def _together(name: str, parts: Sequence[Changes]) -> Changes:
+    """Parts of the changes of a tensor as one. Each of them is sorted. `DeltaCorrupt`: they overlap."""
+    some = sorted((part for part in parts if len(part[0])), key=lambda part: int(part[0][0]))
     if len(some) < 2:
         return (some or parts)[0]
     if all(int(before[0][-1]) < int(after[0][0]) for before, after in pairwise(some)):
         indices, steps = (np.concatenate(column) for column in zip(*some, strict=True))
         return indices, steps
-    return kernels().fold(some)
-
-
-def _some(changes: Changes) -> bool:
-    return len(changes[0]) > 0
+    try:
+        return fold_changes(some, apart=True)
+    except ValueError as error:
+        raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
 
 
 # -- the parameters of a rank --------------------------------------------------------------------------------------
@@ -160,26 +145,69 @@ def slice_chain(specs: Mapping[str, TensorSpec], chain: Iterable[Iterable[Run]],
     mismatches = [mismatch for one in held for mismatch in _mismatches(specs, one)]
     if mismatches:
         raise DeltaDoesNotFit(mismatches)
-    takers: dict[str, list[tuple[Held, Placement]]] = {}
+    takers: dict[str, list[tuple[str, TensorSpec, Placement]]] = {}
     for one in held:
         for placement in one.placements:
-            takers.setdefault(placement.source, []).append((one, placement))
-    folded: dict[str, list[Changes]] = {}
-    for count, runs in enumerate(chain, start=1):
-        parts: dict[str, list[Changes]] = {}
+            takers.setdefault(placement.source, []).append((one.spec.name, one.spec, placement))
+    moves: dict[str, list[_Move]] = {}
+    folded: dict[str, Changes] = {}
+    for number, runs in enumerate(chain):
+        if number and number % _FOLDED_AT_ONCE == 0:  # so that memory does not grow with the length of the chain
+            folded, moves = _folded(held, folded, moves), {}
         for run in runs:
-            for one, placement in takers.get(run.tensor, ()):
-                placed = placed_run(run, specs[run.tensor], placement, one.spec)
-                if placed is not None and len(placed[0]):
-                    parts.setdefault(one.spec.name, []).append(placed)
-        for name, placed_parts in parts.items():
-            folded.setdefault(name, []).extend(_apart(name, placed_parts))
-        if count % _FOLDED_AT_ONCE == 0:  # so that memory does not grow with the length of the chain
-            folded = {name: [kernels().fold(changes)] for name, changes in folded.items()}
+            for name, spec, placement in takers.get(run.tensor, ()):
+                way = _way(run.box, specs[run.tensor], placement, spec)
+                if way is not None:
+                    moves.setdefault(name, []).append(_Move(number, run.start, _in_rows(run, way.first, way.last), way))
+    folded = _folded(held, folded, moves)
     tensors = {
-        one.spec.name: normal_form(one.spec, *_together(folded[one.spec.name])) for one in held if one.spec.name in folded
+        one.spec.name: normal_form(one.spec, *folded[one.spec.name])
+        for one in held
+        if one.spec.name in folded and len(folded[one.spec.name][0])
     }
-    return Delta({one.spec.name: one.spec for one in held}, {name: one for name, one in tensors.items() if len(one.steps)})
+    return Delta({one.spec.name: one.spec for one in held}, tensors)
+
+
+def _folded(held: Sequence[Held], before: Mapping[str, Changes], moves: Mapping[str, Sequence[_Move]]) -> dict[str, Changes]:
+    """Changes of parameters, and those that follow them, as one. What is moved shares one piece of memory."""
+    kinds = {kind_of(one.spec.dtype).signed for one in held}
+    room = max((sum(len(move.changes[0]) for move in some) for some in moves.values()), default=0)
+    steps_of = {kind: np.empty(room, dtype=kind) for kind in kinds}
+    indices_of = {wide: np.empty(room, dtype=wide) for wide in {index_dtype(lane_count(one.spec)) for one in held}}
+    folded = dict(before)
+    for one in held:
+        name, spec = one.spec.name, one.spec
+        some = moves.get(name)
+        if some:
+            out = indices_of[index_dtype(lane_count(spec))], steps_of[kind_of(spec.dtype).signed]
+            moved = _moved_together(name, some, out)
+            folded[name] = fold_changes([folded[name], moved]) if name in folded else moved
+    return folded
+
+
+def _moved_together(name: str, moves: Sequence[_Move], out: Changes) -> Changes:
+    """All changes of moves, in memory of their own. `DeltaCorrupt`: those of one delta overlap."""
+    ends, at = [0], 0
+    for _, group in groupby(moves, key=lambda move: move.number):
+        first = len(ends) - 1
+        for move in group:
+            at += move.carry_out((out[0][at:], out[1][at:]))
+            if at > ends[-1]:
+                ends.append(at)
+        runs = sorted((int(out[0][start]), int(out[0][end - 1])) for start, end in pairwise(ends[first:]))
+        if any(after[0] <= before[1] for before, after in pairwise(runs)):
+            start = ends[first]
+            together = out[0][start:at], out[1][start:at]
+            try:
+                indices, steps = kernels().fold(together, np.array(ends[first + 1 :]) - start, apart=True)
+            except ValueError as error:
+                raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
+            together[0][:], together[1][:] = indices, steps
+            del ends[first + 1 : -1]
+    found = out[0][:at], out[1][:at]
+    if all(int(found[0][end - 1]) < int(found[0][end]) for end in ends[1:-1]):
+        return found[0].copy(), found[1].copy()
+    return kernels().fold(found, np.array(ends[1:]))
 
 
 def _mismatches(specs: Mapping[str, TensorSpec], held: Held) -> Iterator[Mismatch]:
@@ -200,20 +228,10 @@ def placed_run(run: Run, spec: TensorSpec, placement: Placement, held: TensorSpe
     way = _way(run.box, spec, placement, held)
     if way is None:
         return None
-    near = _in_rows(run, way.first, way.last)
-    if way.rows is not None:
-        return kernels().place(near, run.start, way.rows, way.wide)
-    rest = near[0].astype(np.int64) + run.start
-    rest, lane = np.divmod(rest, way.per_element) if way.per_element > 1 else (rest, 0)
-    moved = lane + np.full(len(rest), way.corner)
-    keep = np.ones(len(rest), dtype=bool)
-    for axis, (size, stride, (first, taken)) in reversed(list(enumerate(zip(way.shape, way.own, way.ranges, strict=True)))):
-        rest, coordinate = np.divmod(rest, size) if axis else (rest, rest)
-        keep &= (coordinate >= first) & (coordinate < first + taken)
-        moved += coordinate * stride
-    placed, steps = moved[keep].astype(way.wide), near[1][keep]
-    order = np.argsort(placed)  # they are in the order of the version, and the holding tensor may be transposed
-    return placed[order], steps[order]
+    move = _Move(0, run.start, _in_rows(run, way.first, way.last), way)
+    out = np.empty(len(move.changes[0]), dtype=index_dtype(lane_count(held))), np.empty_like(move.changes[1])
+    count = move.carry_out(out)
+    return out[0][:count], out[1][:count]
 
 
 class _Way(NamedTuple):
@@ -229,8 +247,35 @@ class _Way(NamedTuple):
     own: tuple[int, ...]
     per_element: int
     corner: int
-    wide: np.dtype[Any]
     rows: Rows | None
+
+
+class _Move(NamedTuple):
+    """Changes of delta `number` of a chain that go to a tensor. They count from lane `start` of their array on."""
+
+    number: int
+    start: int
+    changes: Changes
+    way: _Way
+
+    def carry_out(self, out: Changes) -> int:
+        """Write those that are taken to `out`, sorted; returns how many these are."""
+        way, (near, steps) = self.way, self.changes
+        if way.rows is not None:
+            return kernels().place(self.changes, self.start, way.rows, out)
+        rest = near.astype(np.int64) + self.start
+        rest, lane = np.divmod(rest, way.per_element) if way.per_element > 1 else (rest, 0)
+        moved = lane + np.full(len(rest), way.corner)
+        keep = np.ones(len(rest), dtype=bool)
+        for axis in reversed(range(len(way.shape))):
+            rest, coordinate = np.divmod(rest, way.shape[axis]) if axis else (rest, rest)
+            first, size = way.ranges[axis]
+            keep &= (coordinate >= first) & (coordinate < first + size)
+            moved += coordinate * way.own[axis]
+        moved, steps = moved[keep], steps[keep]
+        order = np.argsort(moved)  # they are in the order of the version, and the tensor may be transposed
+        out[0][: len(order)], out[1][: len(order)] = moved[order], steps[order]
+        return len(order)
 
 
 @lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
@@ -249,10 +294,9 @@ def _way(box: Box | None, spec: TensorSpec, placement: Placement, held: TensorSp
     ranges = tuple((at - first, size) for at, first, size in zip(shared.start, inside.start, shared.shape, strict=True))
     row = math.prod(inside.shape[1:]) * per_element
     first, count = ranges[0] if axes else (0, 1)
-    wide = index_dtype(lane_count(held))
     rows = _rows(inside.shape, tuple(own), ranges, per_element, corner)
     return _Way(
-        first * row, (first + count) * row, inside.shape, ranges, tuple(own), per_element, corner, wide, rows
+        first * row, (first + count) * row, inside.shape, ranges, tuple(own), per_element, corner, rows
     )  # fmt: skip
 
 

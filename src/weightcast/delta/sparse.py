@@ -17,6 +17,8 @@ from weightcast.tensors.kernels import Indices, kernels
 from weightcast.tensors.lanes import Steps, index_dtype, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
 
+Changes = tuple[Indices, Steps]
+
 SPARSE_SHARE = 4  # up to every fourth lane changed is kept as indices, beyond that as a step for every lane
 
 
@@ -125,12 +127,18 @@ def fold_tensors(changes: Sequence[TensorDelta]) -> TensorDelta:
         return changes[0]
     sparse = [(one.indices, one.steps) for one in changes if one.indices is not None]
     if len(sparse) == len(changes):
-        return normal_form(changes[0].spec, *kernels().fold(sparse))
+        return normal_form(changes[0].spec, *fold_changes(sparse))
     dense = [one.steps for one in changes if one.indices is None]
     steps = reduce(np.add, dense) if len(dense) > 1 else dense[0].copy()
     for indices, more in sparse:
         steps[indices] += more
     return normal_form(changes[0].spec, None, steps)
+
+
+def fold_changes(runs: Sequence[Changes], *, apart: bool = False) -> Changes:
+    """See `Kernels.fold`."""
+    indices, steps = (np.concatenate(column) for column in zip(*runs, strict=True))
+    return kernels().fold((indices, steps), np.cumsum([len(run[0]) for run in runs]), apart=apart)
 
 
 def check_specs(wanted: Mapping[str, TensorSpec], there: Mapping[str, TensorSpec]) -> None:

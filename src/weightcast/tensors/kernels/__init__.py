@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -96,14 +95,18 @@ class Kernels(Protocol):
     def take_steps(self, nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: LaneKind) -> Steps:
         """The opposite of `put_steps`. Raises `ValueError` for steps that cannot be."""
 
-    def fold(self, runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
-        """All changes together: sorted union of the indices, steps added, those that cancel left out.
+    def fold(self, changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -> tuple[Indices, Steps]:
+        """Runs of changes together: sorted union of the indices, steps added, those that cancel left out.
 
-        The indices of each run are sorted. With `apart`, raises `ValueError` if a lane is in two runs.
+        The runs lie one after the other in `changes`, up to `ends`; the indices of each are sorted. With `apart`, raises
+        `ValueError` if a lane is in two runs.
         """
 
-    def place(self, changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
-        """The changes that a box takes, at their lanes there, as `wide` integers. Indices count from lane `start` on."""
+    def place(self, changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
+        """Write the changes that a box takes, at their lanes there, to `out`; returns how many these are.
+
+        Indices count from lane `start` on. `out` has room for all changes.
+        """
 
     def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
         """The lanes at `indices` as they are, and after these steps. `lanes` is not changed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -204,38 +203,38 @@ def _fold(
 
     Returns how many changes were written, and how many lanes were met.
     """
-    written, met, window = 0, 0, np.int64(totals.size)
+    written, met, window, one = np.uint64(0), 0, np.uint64(totals.size), np.uint64(1)
     while True:
-        low = np.int64(-1)
+        found, low = False, np.uint64(0)
         for run in range(cursors.size):
             if cursors[run] < ends[run]:
-                first = np.int64(indices[cursors[run]])
-                if low < 0 or first < low:
-                    low = first
-        if low < 0:
-            return written, met
+                first = np.uint64(indices[np.uint64(cursors[run])])
+                if not found or first < low:
+                    found, low = True, first
+        if not found:
+            return np.int64(written), met
         start = low - low % window
         for run in range(cursors.size):
-            at, end = cursors[run], ends[run]
-            while at < end:
-                lane = np.int64(indices[at]) - start
+            at, end = np.uint64(cursors[run]), np.uint64(ends[run])
+            while at < end:  # unsigned numbers as indices: the compiler adds no case for those below 0
+                lane = np.uint64(indices[at]) - start
                 if lane >= window:
                     break
                 totals[lane] += steps[at]
-                marks[lane >> 6] |= np.uint64(1) << np.uint64(lane & 63)
-                at += 1
+                marks[lane >> np.uint64(6)] |= one << (lane & np.uint64(63))
+                at += one
             cursors[run] = at
         for word in range(marks.size):
             left = marks[word]
             marks[word] = np.uint64(0)
             while left:
-                lane = (word << 6) + np.int64(trailing_zeros(left))
-                left &= left - np.uint64(1)
+                lane = (np.uint64(word) << np.uint64(6)) + trailing_zeros(left)
+                left &= left - one
                 met += 1
-                if totals[lane] != 0:
-                    out_indices[written], out_steps[written] = start + lane, totals[lane]
-                    written += 1
-                    totals[lane] = 0
+                total = totals[lane]
+                out_indices[written], out_steps[written] = start + lane, total
+                written += np.uint64(total != 0)
+                totals[lane] = 0
 
 
 @compiled(
@@ -250,8 +249,8 @@ def _place(
     indices: Any, steps: Any, start: Any, row: Any, skip: Any, width: Any, stride: Any, corner: Any, placed: Any, taken: Any
 ) -> int:
     """Returns how many changes were written."""
-    written, begin, end, base = 0, np.int64(0), np.int64(0), np.int64(0)
-    for at in range(indices.size):
+    written, begin, end, base = np.uint64(0), np.int64(0), np.int64(0), np.int64(0)
+    for at in range(np.uint64(indices.size)):
         lane = np.int64(indices[at]) + start
         if lane >= end or lane < begin:  # in another row than the change before
             number = lane // row
@@ -260,8 +259,8 @@ def _place(
         inside = lane - begin - skip
         if 0 <= inside < width:
             placed[written], taken[written] = base + inside, steps[at]
-            written += 1
-    return written
+            written += np.uint64(1)
+    return np.int64(written)  # type: ignore[return-value]
 
 
 @compiled(
@@ -271,8 +270,8 @@ def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, before: Any, values:
     ahead = max(0, indices.size - _AHEAD)
     for at in range(indices.size):
         if at < ahead:
-            prefetch(lanes, np.intp(indices[at + _AHEAD]))
-        before[at] = lanes[np.intp(indices[at])]
+            prefetch(lanes, np.uint64(indices[at + _AHEAD]))
+        before[at] = lanes[np.uint64(indices[at])]
         value = np.int64(before[at])
         if value < 0:
             value ^= flip
@@ -285,10 +284,10 @@ def _moved(lanes: Any, indices: Any, steps: Any, flip: Any, before: Any, values:
 def _scatter(lanes: Any, indices: Any, values: Any) -> None:
     ahead = max(0, indices.size - _AHEAD)
     for at in range(ahead):
-        prefetch(lanes, np.intp(indices[at + _AHEAD]))
-        lanes[np.intp(indices[at])] = values[at]
+        prefetch(lanes, np.uint64(indices[at + _AHEAD]))
+        lanes[np.uint64(indices[at])] = values[at]
     for at in range(ahead, indices.size):
-        lanes[np.intp(indices[at])] = values[at]
+        lanes[np.uint64(indices[at])] = values[at]
 
 
 @compiled(*(I64(read_of(t), read_of(i), read_of(t)) for t in LANE_TYPES for i in INDEX_TYPES))
@@ -296,8 +295,8 @@ def _count_unlike(lanes: Any, indices: Any, values: Any) -> int:
     ahead, unlike = max(0, indices.size - _AHEAD), 0
     for at in range(indices.size):
         if at < ahead:
-            prefetch(lanes, np.intp(indices[at + _AHEAD]))
-        unlike += lanes[np.intp(indices[at])] != values[at]
+            prefetch(lanes, np.uint64(indices[at + _AHEAD]))
+        unlike += lanes[np.uint64(indices[at])] != values[at]
     return unlike
 
 
@@ -396,14 +395,12 @@ def take_steps(nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: L
     return steps
 
 
-def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
+def fold(changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -> tuple[Indices, Steps]:
     """See `Kernels.fold`."""
-    indices, steps = (np.concatenate(column) for column in zip(*runs, strict=True))
-    ends = np.cumsum([run[0].size for run in runs], dtype=np.int64)
-    cursors = np.concatenate([[0], ends[:-1]])
+    indices, steps = changes
     totals, marks = np.zeros(_WINDOW, dtype=steps.dtype), np.zeros(_WINDOW // 64, dtype=np.uint64)
     folded, added = np.empty(indices.size, dtype=indices.dtype), np.empty(steps.size, dtype=steps.dtype)
-    written, met = _fold(indices, steps, cursors, ends, totals, marks, folded, added)
+    written, met = _fold(indices, steps, np.concatenate([[0], ends[:-1]]), ends, totals, marks, folded, added)
     if apart and met < indices.size:
         raise ValueError("changes overlap")
     if 2 * written < indices.size:  # else to copy costs more than the memory that it gives back
@@ -411,12 +408,9 @@ def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple
     return folded[:written], added[:written]
 
 
-def place(changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
+def place(changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
     """See `Kernels.place`."""
-    indices, steps = changes
-    placed, taken = np.empty(indices.size, dtype=wide), np.empty(steps.size, dtype=steps.dtype)
-    written = _place(indices, steps, start, *rows, placed, taken)
-    return placed[:written], taken[:written]
+    return int(_place(*changes, start, *rows, *out))
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

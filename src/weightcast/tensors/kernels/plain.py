@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -137,11 +136,10 @@ def take_steps(nibbles: NDArray[np.uint8], large: Numbers, changes: int, kind: L
     return from_zigzag((values + np.uint64(1)).astype(kind.unsigned))
 
 
-def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple[Indices, Steps]:
+def fold(changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -> tuple[Indices, Steps]:  # noqa: ARG001
     """See `Kernels.fold`."""
-    indices, steps = (np.concatenate(column) for column in zip(*runs, strict=True))
-    order = np.argsort(indices, kind="stable")
-    indices, steps = indices[order], steps[order]
+    order = np.argsort(changes[0], kind="stable")
+    indices, steps = changes[0][order], changes[1][order]
     first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]])[: len(indices)])
     if apart and len(first) < len(indices):
         raise ValueError("changes overlap")
@@ -150,12 +148,14 @@ def fold(runs: Sequence[tuple[Indices, Steps]], *, apart: bool = False) -> tuple
     return indices[first][keep], added[keep]
 
 
-def place(changes: tuple[Indices, Steps], start: int, rows: Rows, wide: np.dtype[Any]) -> tuple[Indices, Steps]:
+def place(changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
     """See `Kernels.place`."""
     row, inside = np.divmod(changes[0].astype(np.int64) + start, rows.length)
     inside -= rows.skip
     taken = np.flatnonzero((inside >= 0) & (inside < rows.width))
-    return (row[taken] * rows.stride + rows.corner + inside[taken]).astype(wide), changes[1][taken]
+    out[0][: len(taken)] = row[taken] * rows.stride + rows.corner + inside[taken]
+    out[1][: len(taken)] = changes[1][taken]
+    return len(taken)
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

@@ -19,6 +19,9 @@ _LANES, _GOLDEN = np.int64(LANES), np.uint64(GOLDEN)
 _I16, _U16 = types.int16, types.uint16
 _PAIR = types.UniTuple(U64, 2)  # type: ignore[no-untyped-call]
 _FOUR = types.UniTuple(I64, 4)  # type: ignore[no-untyped-call]
+_LANES_LOG = LANES.bit_length() - 1
+_BY_LANE = np.ascontiguousarray(TABLES.T)  # what one lane needs lies together
+_BY_LANE.flags.writeable = False
 _TABLES = types.Array(_I16, 2, "C", readonly=True)
 
 
@@ -146,8 +149,8 @@ def _sum_changes(
     one, other = np.uint64(0), np.uint64(0)
     words = max(1, before.itemsize // 2)
     last, start, stop, away = np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
-    e, f, g, h = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
-    for at in range(indices.size):
+    p, q, r, s = np.int64(0), np.int64(0), np.int64(0), np.int64(0)  # products of the present block
+    for at in range(np.uint64(indices.size)):
         place = np.int64(indices[at])
         if place < start or place >= stop:  # in another row than the change before
             row = place // length
@@ -157,15 +160,25 @@ def _sum_changes(
             continue
         for word in range(words):
             index = (place + away) * words + word
-            block, lane = index // _LANES, index % _LANES
+            block = index >> _LANES_LOG
             if block != last:
-                e, f = _multiplier(seeds[0], block), _multiplier(seeds[1], block)
-                g, h = _multiplier(seeds[2], block), _multiplier(seeds[3], block)
-                last = block
-            p, q, r, s = _products(np.int64(np.uint16(np.uint32(after[at]) >> np.uint32(16 * word))), tables, lane)
-            w, x, y, z = _products(np.int64(np.uint16(np.uint32(before[at]) >> np.uint32(16 * word))), tables, lane)
-            one += e * np.uint64(p - w) + f * np.uint64(s - z)
-            other += g * np.uint64(q - x) + h * np.uint64(r - y)
+                one += _multiplier(seeds[0], last) * np.uint64(p) + _multiplier(seeds[1], last) * np.uint64(s)
+                other += _multiplier(seeds[2], last) * np.uint64(q) + _multiplier(seeds[3], last) * np.uint64(r)
+                p, q, r, s, last = np.int64(0), np.int64(0), np.int64(0), np.int64(0), block
+            lane = np.uint64(index) & np.uint64(LANES - 1)
+            t, u, v, x = tables[lane, 0], tables[lane, 1], tables[lane, 2], tables[lane, 3]
+            new = np.int16(np.uint32(after[at]) >> np.uint32(16 * word))
+            old = np.int16(np.uint32(before[at]) >> np.uint32(16 * word))
+            a, b = np.int64(np.int16(new ^ t)), np.int64(np.int16(new ^ u))
+            c, d = np.int64(np.int16(new + v)), np.int64(np.int16(new + x))
+            i, j = np.int64(np.int16(old ^ t)), np.int64(np.int16(old ^ u))
+            k, m = np.int64(np.int16(old + v)), np.int64(np.int16(old + x))
+            p += a * c - i * k
+            q += a * d - i * m
+            r += b * c - j * k
+            s += b * d - j * m
+    one += _multiplier(seeds[0], last) * np.uint64(p) + _multiplier(seeds[1], last) * np.uint64(s)
+    other += _multiplier(seeds[2], last) * np.uint64(q) + _multiplier(seeds[3], last) * np.uint64(r)
     return one, other
 
 
@@ -179,5 +192,5 @@ def sum_changes(
     indices: NDArray[Any], before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64], rows: Rows = ALL_ROWS
 ) -> tuple[int, int]:
     """See `Kernels.sum_changes`."""
-    one, other = _sum_changes(indices, before, after, seeds, TABLES, *rows)
+    one, other = _sum_changes(indices, before, after, seeds, _BY_LANE, *rows)
     return int(one), int(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -24,7 +25,22 @@ from weightcast.engines.embedded.ranks.wake import WakeReceiver, WakeSender
 from weightcast.engines.embedded.settings import RankSettings
 from weightcast.errors import WeightcastError
 
+# M_MMAP_THRESHOLD: larger pieces are mapped and given back one by one. M_TRIM_THRESHOLD: so much stays when it is freed.
+# M_ARENA_MAX: threads that stage take what other threads freed.
+_MALLOC = {-3: 32 << 20, -1: 128 << 20, -8: 1}
+
 log = logs.get("weightcast.engines.embedded.ranks.process")  # it is run, so its own name is __main__
+
+
+def keep_freed_memory() -> None:
+    """Let the next update use the memory of the last: to touch fresh memory takes seven times as long as to write to it.
+
+    Where the C library has no such settings, nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOC.items():
+            mallopt(parameter, value)
 
 
 def serve(settings: RankSettings, inbox: Inbox, vitals: Vitals, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -61,6 +77,7 @@ def _ready(rank: Rank) -> Ready:
 
 def main() -> None:
     """Run one rank. Whatever goes wrong is told to the front end before the process ends with status 1."""
+    keep_freed_memory()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     logs.configure(settings.log_level, as_json=settings.log_json, always={"rank": settings.rank})
     vitals = Vitals()
