@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from weightcast.delta import Cut, Slicing
 from weightcast.engines.embedded.presets import init_checkpoint
 from weightcast.errors import InvalidInput
 from weightcast.store.delta_policy import DeltaPolicy
@@ -29,6 +30,8 @@ Progress = Callable[[str], None]
 DELTAS = 5  # on `b`, where no other number is asked for
 _NEVER = 1 << 20  # versions: more than a chain here has
 ONE_IN = 100  # elements that a delta changes
+
+SLICING = Slicing((Cut(("*.experts.*",), dim=None, number=r"experts\.(\d+)", like="experts"), *Slicing.decoder().cuts))
 
 LAYERS = 4  # the first without experts
 _FLIPS = (1, 2, 4)  # bits that are flipped in turn: no version equals one of the five before it
@@ -86,7 +89,7 @@ def publish_versions(
     model_dir: Path, store_dir: Path, *, seed: int, progress: Progress, deltas: int = DELTAS
 ) -> dict[str, float]:
     """Publish all versions of a BF16 checkpoint. Returns the seconds that each took."""
-    store = Store(store_dir, delta=DeltaPolicy(keep="memory", full_every=_NEVER))
+    store = Store(store_dir, delta=DeltaPolicy(keep="memory", full_every=_NEVER, slicing=SLICING))
     began = time.perf_counter()
     progress("publishing a")
     store.publish_checkpoint("a", model_dir, "full")

@@ -56,7 +56,8 @@ PUBLISH_OF_FULL = 1.5
 PUBLISH_OF_FINDING = 1.3
 
 CLEARED = "delta, caches cleared"  # the default of an update: keys and values are computed anew
-PRINTABLE, PROMPT_TOKENS, ANSWER_TOKENS = (32, 127), 16, 64
+PRINTABLE, PROMPT_TOKENS = (32, 127), 16
+ANSWER_TOKENS = 1024  # more than come while one update is measured: a new prompt would hold up all streams
 PHASES = ("publish_s", "stage_s", "vote_s", "order_s", "pause_s", "read_back_s", "settle_s", "first_token_s")
 _ROOM = 4  # times the size of the model: what the files take, with room to spare
 _REST_S = 0.2  # after an update, until what it left to do in threads is done
@@ -457,20 +458,22 @@ class _Replica:
                 self._take_loaded(source, f"b{behind}", f"{behind} behind", url, taken, say)
         url = self._made.store_dir.as_uri()
         self._update("b", url)
-        self._take_loaded("file", f"b{first}", CLEARED, url, taken, say)
-        taken.steps_s[self._settings.nbytes] = statistics.median(self._step() for _ in range(5))
+        length = self._take_loaded("file", f"b{first}", CLEARED, url, taken, say)
+        taken.steps_s[self._settings.nbytes] = statistics.median(self._step(length) for _ in range(5))
 
-    def _take_loaded(self, source: Source, version: str, way: str, url: str, taken: Round, say: Progress) -> None:
+    def _take_loaded(self, source: Source, version: str, way: str, url: str, taken: Round, say: Progress) -> int:
+        """Returns how many tokens a stream had when the update was over, its prompt included."""
         say(f"{source}, {way}, {self._settings.streams} streams")
         publish_s = self._made.publish_s[version]
         with self._streams() as streams:
             sample = self._measure_loaded(version, url, streams, publish_s, clear_cache=way == CLEARED)
+            length = PROMPT_TOKENS + len(streams[0].tokens)
         taken.add(self._what(source, way, loaded=True), sample)
+        return length
 
-    def _step(self) -> float:
-        """Seconds until the answers to as many prompts as there are streams, one token each, as long as theirs get."""
+    def _step(self, length: int) -> float:
+        """Seconds until the answers to as many prompts as there are streams, one token each, of this length."""
         body = self._wanted() | {"max_tokens": 1}
-        length = PROMPT_TOKENS + ANSWER_TOKENS // 2
         prompts = self._random.integers(*PRINTABLE, size=(self._settings.streams, length)).tolist()
         began = time.monotonic()
         with ThreadPoolExecutor(len(prompts)) as pool:

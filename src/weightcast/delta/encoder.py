@@ -330,7 +330,7 @@ class Encoder:
             old = block.old() if block.old is not None else None
             changed = block.changed(groups, old)
             if old is not None and changed.new is not None:
-                sums.append(self._sum(block, kind, old, changed))
+                sums.append(self._sum(block, old, changed))
             if not len(changed.indices):
                 continue
             if self._runs is not None:
@@ -346,7 +346,7 @@ class Encoder:
             frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
         return _Encoded(frames, runs, sums)
 
-    def _sum(self, block: _Pending, kind: LaneKind, old: Lanes, found: Changed) -> tuple[str, Sum, Sum]:
+    def _sum(self, block: _Pending, old: Lanes, found: Changed) -> tuple[str, Sum, Sum]:
         """What a block that was compared adds to the sum of its tensor, and to its growth."""
         spec, total, new, changed = self._sum_specs[block.tensor], Sum(), found.new, found.indices
         if new is None:
@@ -360,7 +360,7 @@ class Encoder:
             total = box_sum(spec, block.box, array) if wanted else total
             places = np.empty(len(changed), dtype=wide)
             out_of_box(spec, block.box, changed, 0, out=places)
-        return block.tensor, total, change_sum(spec, places, *self._kernels.moved(old, changed, found.steps, kind))
+        return block.tensor, total, change_sum(spec, places, old.take(changed), new.take(changed))
 
     def _dense_frame(self, changed: Changed, lanes: int, kind: LaneKind) -> tuple[Form, bytes] | None:
         """The frame of a block that is cheaper with a step for every lane; None if it is not."""

@@ -52,7 +52,7 @@ class ByBlock:
 
     def __init__(self, kind: LaneKind, kernels: Kernels) -> None:
         self._kind, self._kernels = kind, kernels
-        self._gaps: list[NDArray[np.uint32]] = []
+        self._lanes: list[NDArray[np.uint32]] = []
         self._steps: list[Steps] = []
 
     def scan(self, old: Lanes, new: Lanes) -> Changed:
@@ -61,13 +61,13 @@ class ByBlock:
 
     def add(self, old: Lanes | None, changed: Changed) -> None:  # noqa: ARG002 - the other packing looks at it
         """Take a block in."""
-        self._gaps.append(np.diff(changed.indices, prepend=np.uint32(0xFFFF_FFFF)) - np.uint32(1))
+        self._lanes.append(changed.indices)
         self._steps.append(changed.steps)
 
     def grouped(self) -> Groups:
         """A group for each block."""
-        counts = np.array([len(gaps) for gaps in self._gaps], dtype=np.int64)
-        return Groups(counts, np.concatenate(self._gaps), np.concatenate(self._steps))
+        counts = np.array(list(map(len, self._lanes)), dtype=np.int64)
+        return Groups(counts, np.concatenate(self._lanes), np.concatenate(self._steps), lanes=True)
 
 
 class ByClass:

@@ -84,7 +84,7 @@ def _in_tensor(spec: TensorSpec, run: Run, wide: np.dtype[Any]) -> Changes:
         placed = np.empty(len(inside), dtype=wide)
         out_of_box(spec, run.box, inside, run.start, out=placed)
         return placed, steps
-    return np.add(inside, wide.type(run.start), dtype=wide), steps
+    return (np.add(inside, wide.type(run.start), dtype=wide) if run.start else inside.astype(wide, copy=False)), steps
 
 
 def out_of_box(spec: TensorSpec, box: Box, inside: Indices, start: int, *, out: Indices) -> None:

@@ -21,25 +21,33 @@ _MAX_SHIFT = 24
 
 
 class Groups(NamedTuple):
-    """Changes in the order of their groups: how many each group has, and its gaps and steps one after the other."""
+    """Changes in the order of their groups: how many each group has, and its gaps and steps one after the other.
+
+    With `lanes`, the lanes that change are in the place of the gaps between them.
+    """
 
     counts: Counts
     gaps: Numbers
     steps: Steps
+    lanes: bool = False
 
 
 def pack_groups(groups: Groups, kernels: Kernels) -> bytes:
     """One frame."""
-    ends = np.cumsum(groups.counts)
-    totals = np.concatenate([[0], np.cumsum(groups.gaps, dtype=np.int64)])
-    sums = (totals[ends] - totals[ends - groups.counts]).tolist()
-    counts = groups.counts.tolist()
-    shifts = [shift_for(total, count) if count else 0 for total, count in zip(sums, counts, strict=True)]
-    gap_symbols, gap_bits = kernels.put_numbers(groups.gaps, groups.counts, np.array(shifts, dtype=np.uint8))
+    counts, ends = groups.counts, np.cumsum(groups.counts)
+    if groups.lanes:  # no group is empty
+        sums = groups.gaps[ends - 1].astype(np.int64) + 1 - counts
+    else:
+        totals = np.concatenate([[0], np.cumsum(groups.gaps, dtype=np.int64)])
+        sums = totals[ends] - totals[ends - counts]
+    pairs = zip(sums.tolist(), counts.tolist(), strict=True)
+    shifts = [shift_for(total, count) if count else 0 for total, count in pairs]
+    each = np.array(shifts, dtype=np.uint8)
+    gap_symbols, gap_bits = kernels.put_numbers(groups.gaps, counts, each, lanes=groups.lanes)
     nibbles, large = kernels.put_steps(groups.steps)
     large_symbols, large_bits = kernels.put_numbers(large, *_one_group(len(large)))
     streams = [
-        compress(b"".join(_group_entry(count, shift) for count, shift in zip(counts, shifts, strict=True))),
+        compress(b"".join(_group_entry(count, shift) for count, shift in zip(counts.tolist(), shifts, strict=True))),
         compress(gap_symbols.data),
         gap_bits.tobytes(),
         compress(nibbles.data),
@@ -68,7 +76,7 @@ def unpack_groups(
     try:
         gaps = kernels.take_numbers(gap_symbols, counts, shifts, gap_bits, room)
         large = kernels.take_numbers(large_symbols, *_one_group(escaped), large_bits)
-        return Groups(counts, gaps, kernels.take_steps(nibbles, large, changes, kind))
+        return Groups(counts, gaps, kernels.take_steps(nibbles, large, changes, kind), lanes=len(room) > 0)
     except ValueError as error:
         raise DeltaCorrupt(f"in a chunk, {error}") from error
 

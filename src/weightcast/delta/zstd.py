@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import cache
+
 import zstandard
 
 from weightcast.errors import DeltaCorrupt
@@ -12,9 +15,22 @@ MAX_WINDOW = 1 << 23  # of a frame that is not decoded in one go, which is a dam
 LEVEL = 1  # measured on real deltas: higher levels gain 1 to 3 % and cost several times as much
 
 
+class _Contexts(threading.local):
+    """Those of one thread: to make them takes longer than to use them on a small frame."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+
+
+@cache
+def _own() -> _Contexts:
+    return _Contexts()
+
+
 def compress(data: Buffer) -> bytes:
     """One frame that records the size of its contents."""
-    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
+    return _own().compressor.compress(data)
 
 
 def decompress(data: Buffer, nbytes: int, what: str) -> bytes:
@@ -24,7 +40,7 @@ def decompress(data: Buffer, nbytes: int, what: str) -> bytes:
         raise DeltaCorrupt(f"{what} would decode to {stated} bytes, not {nbytes}")
     if nbytes > MAX_RATIO * len(data):
         raise DeltaCorrupt(f"{what} has {len(data)} bytes, which cannot decode to {nbytes}")
-    job = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+    job = _own().decompressor
     try:
         if nbytes:
             return job.decompress(data, max_output_size=nbytes, allow_extra_data=False)

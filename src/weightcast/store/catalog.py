@@ -9,7 +9,10 @@ from weightcast.errors import ManifestCorrupt, StoreNotFound, VersionNotFound, W
 from weightcast.store import layout
 from weightcast.store.files import read_small, refusals
 from weightcast.store.version_file import read_version_file
+from weightcast.tensors.digest import raw_digest
 from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
+
+_KNOWN_MANIFESTS = 64
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._read: dict[str, tuple[bytes, Manifest]] = {}  # the digest of the bytes that a manifest was decoded from
 
     def check_exists(self) -> None:
         """Raise `StoreNotFound` if there is no such directory."""
@@ -53,12 +57,19 @@ class Catalog:
         check_version_id(version)
         path = layout.manifest_path(self.path, version)
         try:
-            manifest = decode_manifest(read_small(path, MAX_MANIFEST_NBYTES), path)
+            data = read_small(path, MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
             self.check_exists()
             raise VersionNotFound(version, self.path, self.present()) from None
+        digest, known = raw_digest(data), self._read.get(version)
+        if known is not None and known[0] == digest:
+            return known[1]
+        manifest = decode_manifest(data, path)
         if manifest.version != version:
             raise ManifestCorrupt(path, f"it describes version {manifest.version}")
+        if len(self._read) >= _KNOWN_MANIFESTS:
+            self._read.pop(next(iter(self._read)), None)
+        self._read[version] = digest, manifest
         return manifest
 
     def listings(self) -> list[Listing]:

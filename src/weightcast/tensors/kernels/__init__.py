@@ -74,9 +74,12 @@ class Kernels(Protocol):
         Raises `ValueError` if the block does not hold exactly `changes` of them.
         """
 
-    def put_numbers(self, values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+    def put_numbers(
+        self, values: Numbers, counts: Counts, shifts: NDArray[np.uint8], *, lanes: bool = False
+    ) -> tuple[NDArray[np.uint8], Bits]:
         """Numbers as symbols and packed low bits. They are in groups, which have `counts` of them and a shift each.
 
+        With `lanes` the values of each group are lanes that change, and the numbers are the gaps between them.
         docs/delta-format.md has the code.
         """
 

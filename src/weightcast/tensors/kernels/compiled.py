@@ -18,6 +18,7 @@ from weightcast.tensors.kernels.jit import (
     U32,
     U64,
     compiled,
+    differing,
     prefetch,
     read_of,
     trailing_zeros,
@@ -53,56 +54,53 @@ _WINDOW = 1 << 15  # lanes that are added up at once: their totals stay in the c
 _AHEAD = 64  # how many changes ahead memory is asked for: scattered stores wait for memory, not for the processor
 
 
-@compiled(*(I64(read_of(t), read_of(t), read_of(U64), read_of(U64), I64, write_of(U32), write_of(t)) for t in LANE_TYPES))
-def _find(old: Any, new: Any, old_words: Any, new_words: Any, flip: Any, indices: Any, steps: Any) -> int:
-    """Counts all changes and writes as many as there is room for. Words are the same memory, eight bytes at a time."""
-    found = 0
-    per_word = 8 // old.itemsize
-    fours = old_words.size // 4
-    for four in range(fours + 1):
-        first, last = 4 * four, 4 * four + 4
-        if four == fours:
-            last = old_words.size + 1  # and the lanes that do not fill a word
-        elif (
-            (old_words[first] ^ new_words[first])
-            | (old_words[first + 1] ^ new_words[first + 1])
-            | (old_words[first + 2] ^ new_words[first + 2])
-            | (old_words[first + 3] ^ new_words[first + 3])
-        ) == np.uint64(0):
-            continue
-        for word in range(first, last):
-            if word < old_words.size and old_words[word] == new_words[word]:
-                continue
-            for at in range(word * per_word, min((word + 1) * per_word, old.size)):
-                if old[at] != new[at]:
-                    if found < indices.size:
-                        x, y = np.int64(old[at]), np.int64(new[at])
-                        if x < 0:
-                            x ^= flip
-                        if y < 0:
-                            y ^= flip
-                        indices[found] = at
-                        steps[found] = y - x
-                    found += 1
-    return found
+@compiled(*(I64(read_of(t), read_of(t), I64, write_of(U32), write_of(t)) for t in LANE_TYPES))
+def _find(old: Any, new: Any, flip: Any, indices: Any, steps: Any) -> int:
+    """Counts all changes and writes as many as there is room for."""
+    found, room, groups = np.uint64(0), np.uint64(indices.size), old.size // 64
+    for group in range(groups + 1):
+        first, left = np.uint64(group * 64), np.uint64(0)
+        if group < groups:
+            left = differing(old, new, group * 64)
+        else:  # the lanes that do not fill a group
+            for rest in range(old.size - groups * 64):
+                at = first + np.uint64(rest)
+                left |= np.uint64(old[at] != new[at]) << np.uint64(rest)
+        while left:
+            lane = first + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            if found < room:
+                x, y = np.int64(old[lane]), np.int64(new[lane])
+                if x < 0:
+                    x ^= flip
+                if y < 0:
+                    y ^= flip
+                indices[found], steps[found] = lane, y - x
+            found += np.uint64(1)
+    return np.int64(found)  # type: ignore[return-value]
 
 
-@compiled(I64(read_of(U32), read_of(I64), read_of(U8), read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
-def _put_numbers(values: Any, counts: Any, shifts: Any, small: Any, widths: Any, symbols: Any, words: Any) -> Any:
+@compiled(I64(read_of(U32), read_of(I64), read_of(U8), types.boolean, read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
+def _put_numbers(
+    values: Any, counts: Any, shifts: Any, lanes: Any, small: Any, widths: Any, symbols: Any, words: Any
+) -> Any:
     """Returns how many bits were written. `small` has the symbols of small numbers; eight bits more are 64 symbols more."""
     word, filled, written, total = np.uint64(0), np.uint64(0), 0, np.uint64(0)
     at = 0
     for group in range(counts.size):
-        shift = np.uint32(shifts[group])
+        shift, before = np.uint32(shifts[group]), np.uint32(0xFFFF_FFFF)
         for _ in range(counts[group]):
-            large, symbol = values[at] >> shift, np.int64(0)
+            value = values[at]
+            if lanes:
+                value, before = np.uint32(value - before - np.uint32(1)), value
+            large, symbol = value >> shift, np.int64(0)
             while large >= np.uint32(_SMALL):
                 large >>= np.uint32(8)
                 symbol += 64
             symbol += small[large]
             symbols[at] = symbol
             width = np.uint64(widths[symbol]) + np.uint64(shift)
-            word |= (np.uint64(values[at]) & ((np.uint64(1) << width) - np.uint64(1))) << filled
+            word |= (np.uint64(value) & ((np.uint64(1) << width) - np.uint64(1))) << filled
             filled += width
             total += width
             if filled >= np.uint64(32):
@@ -313,11 +311,10 @@ def _words(lanes: Lanes, kind: LaneKind) -> NDArray[np.uint64]:
 
 def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
     """See `Kernels.find`."""
-    words = _words(old, kind), _words(new, kind)
-    room = old.size // 4 + 64  # only what is written costs memory
+    room = old.size // 16 + 64
     while True:
         indices, steps = np.empty(room, dtype=np.uint32), np.empty(room, dtype=kind.signed)
-        found = _find(old.view(kind.signed), new.view(kind.signed), *words, _flip(kind), indices, steps)
+        found = _find(old.view(kind.signed), new.view(kind.signed), _flip(kind), indices, steps)
         if found <= room:
             return indices[:found].copy(), steps[:found].copy()
         room = found
@@ -359,10 +356,12 @@ def find_by_class(
     return indices, positions
 
 
-def put_numbers(values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+def put_numbers(
+    values: Numbers, counts: Counts, shifts: NDArray[np.uint8], *, lanes: bool = False
+) -> tuple[NDArray[np.uint8], Bits]:
     """See `Kernels.put_numbers`."""
     symbols, words = np.empty(values.size, dtype=np.uint8), np.empty(values.size + 1, dtype="<u4")
-    bits = _put_numbers(values, counts, shifts, _SMALL_SYMBOLS, WIDTHS, symbols, words)
+    bits = _put_numbers(values, counts, shifts, lanes, _SMALL_SYMBOLS, WIDTHS, symbols, words)
     return symbols, words.view(np.uint8)[: (bits + 7) // 8].copy()
 
 

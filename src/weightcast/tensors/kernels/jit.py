@@ -90,3 +90,20 @@ def trailing_zeros(typing_context, number):  # type: ignore[no-untyped-def]  # n
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
+
+
+@intrinsic
+def differing(typing_context, old, new, at):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Which of the 64 lanes from `at` on differ, the first in the lowest bit. Written as vectors, which need no branches."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        lanes = ir.VectorType(ir.IntType(signature.args[0].dtype.bitwidth), 64)
+
+        def load(kind, array):  # type: ignore[no-untyped-def]
+            data = context.make_array(kind)(context, builder, array).data
+            return builder.load(builder.bitcast(builder.gep(data, [args[2]]), lanes.as_pointer()), align=1)
+
+        unlike = builder.icmp_unsigned("!=", load(signature.args[0], args[0]), load(signature.args[1], args[1]))
+        return builder.bitcast(unlike, ir.IntType(64))
+
+    return types.uint64(old, new, types.int64), generate

@@ -77,8 +77,15 @@ def find_by_class(
     return indices[sequence].astype(np.uint32), positions[sequence]
 
 
-def put_numbers(values: Numbers, counts: Counts, shifts: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Bits]:
+def put_numbers(
+    values: Numbers, counts: Counts, shifts: NDArray[np.uint8], *, lanes: bool = False
+) -> tuple[NDArray[np.uint8], Bits]:
     """See `Kernels.put_numbers`."""
+    if lanes:
+        gaps = np.diff(values, prepend=np.uint32(0)) - np.uint32(1)
+        first = (np.cumsum(counts) - counts)[counts > 0]
+        gaps[first] = values[first]
+        values = gaps
     each = np.repeat(shifts, counts)
     large = values >> each
     symbols = (np.searchsorted(FLOORS, large, side="right") - 1).astype(np.uint8)
