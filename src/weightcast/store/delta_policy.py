@@ -18,8 +18,8 @@ Keep = Literal["store", "memory"]
 Packed = Literal["auto", "gaps", "classes", "both"]
 
 # Costs from `publish` to a model that serves the version, in bytes of a full version. Measured: docs/decisions/0013.
-_SCAN = 0.9  # for each byte of the state: a delta is compared with its base, and proved in the end
-_CHANGE = 32.0  # for each lane that changes: encode, decode, write
+_SCAN = 0.4  # for each byte of the state: a delta is compared with its base
+_CHANGE = 72.0  # for each lane that changes: encode, decode, write
 _CHANGE_NBYTES = 1.5  # that a change takes in a payload
 _FULL_NBYTES_PER_S = 700e6  # of the full way, where no link limits it
 FEW_CHANGES = 250_000  # take 10 to 20 ms, whatever share of a small model they are
