@@ -61,9 +61,7 @@ class ByBlock:
 
     def add(self, old: Lanes | None, changed: Changed) -> None:  # noqa: ARG002 - the other packing looks at it
         """Take a block in."""
-        gaps = changed.indices.copy()
-        gaps[1:] -= changed.indices[:-1] + np.uint32(1)
-        self._gaps.append(gaps)
+        self._gaps.append(np.diff(changed.indices, prepend=np.uint32(0xFFFF_FFFF)) - np.uint32(1))
         self._steps.append(changed.steps)
 
     def grouped(self) -> Groups:
