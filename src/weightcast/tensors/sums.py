@@ -27,7 +27,7 @@ from weightcast.tensors.spec import TensorSpec
 
 LABEL, ROOT_LABEL = "sum", "sums"
 _MASK = (1 << 64) - 1
-_WRITTEN = re.compile(f"{LABEL}:[0-9a-f]{{32}}")
+_SUM = re.compile(rf"{LABEL}:[0-9a-f]{{32}}")
 _AT_ONCE = 16 << 20  # bytes between two calls of `check`
 
 Check = Callable[[], None]
@@ -64,7 +64,7 @@ class Sum:
 
 def is_sum(text: str) -> bool:
     """Whether this is a sum as it is written: ``sum:`` and 32 lower-case hexadecimal digits."""
-    return _WRITTEN.fullmatch(text) is not None
+    return _SUM.fullmatch(text) is not None
 
 
 def add_up(sums: Iterable[Sum]) -> Sum:
