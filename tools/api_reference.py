@@ -28,7 +28,7 @@ to begin: [README](../README.md), then [concepts.md](concepts.md).
 
 """
 _GROUPS = {
-    "Publishing": ("Store", "DeltaPolicy", "Publisher", "DepotPublisher", "Publication", "Shard"),
+    "Publishing": ("Store", "DeltaPolicy", "Publisher", "DepotPublisher", "Publication", "Shard", "ShareWriter"),
     "Updating": ("LiveModel", "ModelPart", "UpdateResult", "State", "TRANSFORMER_GROUPS"),
     "Tensor-parallel layouts": ("Shards", "Held", "Placement", "Box", "TensorSpec", "DType"),
     "Describing": ("Manifest", "Mismatch", "WeightcastError"),

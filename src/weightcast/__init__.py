@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weightcast.publish.depot_publisher import DepotPublisher
     from weightcast.publish.publication import Publication
     from weightcast.publish.publisher import Publisher
+    from weightcast.publish.share_writer import ShareWriter
     from weightcast.publish.shares import Shard
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Publisher",
     "Shard",
     "Shards",
+    "ShareWriter",
     "State",
     "Store",
     "TensorSpec",
@@ -71,6 +73,10 @@ def __getattr__(name: str) -> object:
         from weightcast.publish.depot_publisher import DepotPublisher  # noqa: PLC0415
 
         return DepotPublisher
+    if name == "ShareWriter":
+        from weightcast.publish.share_writer import ShareWriter  # noqa: PLC0415
+
+        return ShareWriter
     if name == "Shard":
         from weightcast.publish.shares import Shard  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""One tensor-parallel rank that takes its own slices. Run as: fsdp_receiver RANK RANKS STORE URL...
+"""One tensor-parallel rank that takes its own slices. Run as: fsdp_receiver RANK RANKS STORE SOURCE
 
 Prints what it received, counted at the sockets, and the parameters that differ from slices of the whole checkpoint.
 """
@@ -18,7 +18,8 @@ import numpy as np
 from weightcast import LiveModel, Store
 from weightcast.clock import Deadline
 from weightcast.tensors.boxes import Box, Held, box_of
-from weightcast.transports.http.shares import SharesReceiver
+from weightcast.transports.base import RangeReceiver
+from weightcast.transports.registry import open_receiver
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.shards import Shards, cut
 
@@ -53,7 +54,7 @@ def slice_of(entry: TensorEntry, rank: int, ranks: int) -> Box:
     return Box(start, tuple(last - first if axis == dim else size for axis, size in enumerate(entry.shape)))
 
 
-def followed(receiver: SharesReceiver, shards: Shards, store: Store, boxes: Mapping[str, Box]) -> dict[str, Any]:
+def followed(receiver: RangeReceiver, shards: Shards, store: Store, boxes: Mapping[str, Box]) -> dict[str, Any]:
     """Load the first version into a model of this rank, and take the next one on it."""
     live = {one.spec.name: np.zeros(one.spec.shape, one.spec.dtype.numpy) for one in shards.held}
     model = LiveModel(live, source=receiver, layout=shards)
@@ -75,7 +76,7 @@ def followed(receiver: SharesReceiver, shards: Shards, store: Store, boxes: Mapp
 def main() -> None:
     rank, ranks = map(int, sys.argv[1:3])
     count_everything()
-    receiver = SharesReceiver(sys.argv[4:])
+    receiver = open_receiver(sys.argv[4], rank=rank)
     deadline = Deadline.after(100)
     manifest = receiver.manifest("step_1", deadline=deadline)
     boxes = {entry.name: slice_of(entry, rank, ranks) for entry in manifest.tensors}
@@ -86,7 +87,7 @@ def main() -> None:
     )
     shard = version.manifest(version.newest(), deadline=deadline)
     found = version.arrays(shard)
-    receiver_nbytes = receiver.received_nbytes
+    receiver_nbytes = getattr(receiver, "received_nbytes", 0)
     received_nbytes = sum(received)
     whole = Store(Path(sys.argv[3])).load("step_1")
     wrong = [name for name, box in boxes.items() if found[name].tobytes() != box_of(whole[name], box).tobytes()]

@@ -1,7 +1,8 @@
 """Four trainer ranks under FSDP2, each with a publisher of its own. Run as: fsdp_trainers DIRECTORY
 
 They are forked from one process that has torch imported. When `urls.json` is there, all have published; they end when
-standard input does. The whole weights, as they are before they are sharded, are published to the store in DIRECTORY.
+standard input does. The whole weights, before they are sharded, are published to the store in DIRECTORY. What the
+ranks hold is also written by themselves to the store `shares` there.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from weightcast import DeltaPolicy, DepotPublisher, Store
+from weightcast import DeltaPolicy, DepotPublisher, ShareWriter, Store
 from weightcast.delta import Cut, Slicing
 
 RANKS = 4
@@ -41,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Twelve MiB of weights, with a head that is tied to the embedding."""
+    """Some MiB of weights, with a head that is tied to the embedding. `wide` is a tensor-parallel layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,10 +52,18 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        self.wide = Block()
 
 
-def sharded(model: Model) -> Model:
-    """The model under FSDP: `down` by columns, norms whole at every rank, all else by rows."""
+def sharded(model: Model) -> dict[str, torch.Tensor]:
+    """The model under FSDP: `down` by columns, norms whole at every rank, all else by rows. `wide` is tensor-parallel over
+    pairs of ranks, and under FSDP over the others: a mesh of two dimensions.
+    """
+    wide, model.wide = model.wide, None
+    plane = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(wide, plane["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    beside = fully_shard(wide, mesh=plane["dp"]).state_dict()
+    assert type(beside["up.weight"].placements[0]) is _StridedShard
     mesh = init_device_mesh("cpu", (RANKS,))
     norms = {parameter for block in model.blocks for parameter in block.norm.parameters()}
     for block in model.blocks:
@@ -63,17 +74,18 @@ def sharded(model: Model) -> Model:
             ignored_params=norms,
             shard_placement_fn=lambda one, columns=columns: Shard(int(one is columns)),
         )
-    return fully_shard(model, mesh=mesh, ignored_params=norms)
+    whole = fully_shard(model, mesh=mesh, ignored_params=norms).state_dict()
+    return whole | {f"wide.{name}": tensor for name, tensor in beside.items()}
 
 
 def stepped(model: Model) -> Model:
-    """The weights after one more step: every hundredth element differs in its lowest bit. The same at every rank."""
+    """The weights after one more step: every twentieth element differs in its lowest bit. The same at every rank."""
     later = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in later.parameters():  # what is tied comes once
             bits = parameter.view(torch.int16).view(-1)
-            chosen = torch.randint(0, bits.numel(), (max(1, bits.numel() // 100),), generator=generator).unique()
+            chosen = torch.randint(0, bits.numel(), (max(1, bits.numel() // 20),), generator=generator).unique()
             bits[chosen] ^= 1
     return later
 
@@ -86,8 +98,11 @@ def run(rank: int, directory: Path, told: multiprocessing.Queue[str]) -> None:
     if rank == 0:
         Store(directory / "store").publish("step_1", model.state_dict(), "full")
         Store(directory / "store").publish("step_2", later.state_dict(), "full")
-    state, next_state = sharded(model).state_dict(), sharded(later).state_dict()
+    state, next_state = sharded(model), sharded(later)
     deltas = DeltaPolicy(slicing=CUTS)
+    writer = ShareWriter(directory / "shares", rank=rank, ranks=RANKS, threads=1, deltas=deltas)
+    assert writer.publish("step_1", state).kind == "full"
+    assert writer.publish("step_2", next_state).kind == "delta"
     with DepotPublisher("127.0.0.1:0", rank=rank, ranks=RANKS, threads=1, deltas=deltas, nixl=True) as publisher:
         publisher.publish("step_1", state)
         publisher.publish("step_2", next_state)

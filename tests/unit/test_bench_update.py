@@ -46,6 +46,7 @@ def one_round(*, delta=0.5, last=0.5, behind=3.0, cpu=0.5, depot=1.5, gap=0.05, 
             taken.add(What("file", size, way, loaded=True), sample(gaps=seen))
         taken.add(What("file", size, CLEARED, loaded=True), sample(gaps=Gaps(0.0, 9.0, 0.02, 0.03)))
     taken.sending_cpu_s = {FULL: 1.0, DELTAS[0]: 1.0, BEHIND: 1.0}
+    taken.trainers_cpu_s = {1: 1.0, 2: 1.1, 4: 1.2}
     taken.publishing = {"full": 1.0, "delta": publish, "delta_memory": 1.3, "find": 1.0}
     taken.speeds = [(busy, 100.0)]
     return taken

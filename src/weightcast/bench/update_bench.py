@@ -54,6 +54,8 @@ EXPONENT = 0.1
 BUSY_OF_IDLE = 0.85
 PUBLISH_OF_FULL = 1.5
 PUBLISH_OF_FINDING = 1.3
+TRAINERS_OF_ONE = 1.2
+TRAINER_RANKS = (1, 2, 4)  # that publish the same model
 
 CLEARED = "delta, caches cleared"  # the default of an update: keys and values are computed anew
 PRINTABLE, PROMPT_TOKENS = (32, 127), 16
@@ -64,6 +66,7 @@ _REST_S = 0.2  # after an update, until what it left to do in threads is done
 _SENT_AT_ONCE = 4 << 20
 _SENDING_S = 0.2  # of plain requests at least, so that their CPU seconds mean something
 _TRAINER_S = 300.0
+_DELTAS_TIMED = 5  # by trainers that nobody receives from
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ class Round:
     sending_cpu_s: dict[str, float] = field(default_factory=dict)  # by way: that of a depot for the same bytes
     steps_s: dict[int, float] = field(default_factory=dict)  # by size: one that computes what all streams hold
     publishing: dict[str, float] = field(default_factory=dict)
+    trainers_cpu_s: dict[int, float] = field(default_factory=dict)  # by trainer ranks: all of them, to publish a delta
     speeds: list[tuple[float, float]] = field(default_factory=list)  # tokens/s with deltas, and without
 
     def add(self, what: What, sample: Sample) -> None:
@@ -242,6 +246,10 @@ def _measure_size(settings: UpdateSettings, rounds: Sequence[Round], progress: P
             if main:
                 for source, of in trainers.items():
                     bench.measure_trainers(source, of, taken, say)
+                for ranks in TRAINER_RANKS:
+                    say(f"{ranks} trainer rank(s)")
+                    with _Trainers("shares", ranks, made, sockets, settings.seed) as alone:
+                        taken.trainers_cpu_s[ranks] = alone.measure_cpu()
             bench.measure_loaded(STORED if main else STORED[:1], taken, say)
             if main:
                 bench.measure_speeds(taken, say)
@@ -583,6 +591,7 @@ class _Trainers:
         self._children = [Child("weightcast.bench.update_trainer") for _ in range(ranks)]
         self._number = 0
         self.version, self.kind, self.url = "", "", ""
+        self.cpu_s = 0.0  # of all ranks, for the newest version
 
     def __enter__(self) -> _Trainers:
         try:
@@ -616,7 +625,18 @@ class _Trainers:
             child.tell("publish", version=self.version, change=change)
         answers = [child.hear(Deadline.after(_TRAINER_S)) for child in self._children]
         self.kind = str(answers[0]["kind"])
+        self.cpu_s = sum(float(answer["cpu_s"]) for answer in answers)
         return max(float(answer["publish_s"]) for answer in answers)
+
+    def measure_cpu(self) -> float:
+        """CPU seconds of all ranks to publish a delta. What comes first fills all slots, and warms up."""
+        for change in ("full", "full", "delta"):
+            self.publish(change)
+        taken = []
+        for _ in range(_DELTAS_TIMED):
+            self.publish("delta")
+            taken.append(self.cpu_s if self.kind == "delta" else math.nan)
+        return statistics.median(taken)
 
 
 # -- publishing ----------------------------------------------------------------------------------------------------------
@@ -685,6 +705,8 @@ def _rows(rounds: Sequence[Round], settings: UpdateSettings) -> Iterator[Row]:
             yield {"kind": "update", "source": source, "nbytes": settings.nbytes, "way": "delta", "missing": "no deltas"}
     for name in ("full", "delta", "delta_memory", "find"):
         yield {"kind": "publish", "what": name, "s": statistics.median(taken.publishing[name] for taken in rounds)}
+    for ranks in rounds[0].trainers_cpu_s:
+        yield {"kind": "trainers", "ranks": ranks, "cpu_s": statistics.median(one.trainers_cpu_s[ranks] for one in rounds)}
     for way in rounds[0].sending_cpu_s:
         yield {"kind": "sending", "way": way, "cpu_s": statistics.median(taken.sending_cpu_s[way] for taken in rounds)}
     speeds = [speed for taken in rounds for speed in taken.speeds]
@@ -759,6 +781,9 @@ def _ratios(taken: Round, settings: UpdateSettings) -> Iterator[_Ratio]:
     yield _Ratio("tokens/s with a delta every second, over those without", speed, BUSY_OF_IDLE, "least")
     s = taken.publishing
     yield _Ratio("publishing a delta over a full version, in the same store", s["delta"] / s["full"], PUBLISH_OF_FULL)
+    for ranks in TRAINER_RANKS[1:]:
+        ratio = taken.trainers_cpu_s[ranks] / taken.trainers_cpu_s[1]
+        yield _Ratio(f"CPU of all trainer ranks together at {ranks} ranks over that of one", ratio, TRAINERS_OF_ONE)
     found = s["delta_memory"] / s["find"]
     yield _Ratio("publishing a delta from memory over finding the changes with NumPy", found, PUBLISH_OF_FINDING)
 

@@ -5,6 +5,7 @@ One rank alone publishes whole tensors for its host (`ipc`), several publish box
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,8 +18,11 @@ from weightcast.publish.depot_publisher import DepotPublisher
 from weightcast.publish.publication import Publication
 from weightcast.publish.publisher import Publisher
 from weightcast.publish.shares import Shard
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import Store
 from weightcast.tensors.flat import Array
+
+_LINK_NBYTES_PER_S = 125e6  # so that one element in a hundred is few enough for a delta
 
 
 class Trainer:
@@ -36,17 +40,24 @@ class Trainer:
         self._starts = {name: rank * len(array) // ranks for name, array in whole.items()}
         stops = {name: (rank + 1) * len(array) // ranks for name, array in whole.items()}
         self._bits = {name: array[self._starts[name] : stops[name]].copy() for name, array in whole.items()}
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)  # all ranks are on one host
+        deltas = DeltaPolicy(link_nbytes_per_s=_LINK_NBYTES_PER_S, threads=threads)
         self._publish: Callable[[str, Mapping[str, object]], Publication]
         if kind == "ipc":
-            publisher = self._opened.enter_context(Publisher(f"ipc://{directory}"))
+            publisher = self._opened.enter_context(Publisher(f"ipc://{directory}", deltas=deltas))
             self._publish, url = publisher.publish, publisher.url
         else:
-            depot = self._opened.enter_context(DepotPublisher("127.0.0.1:0", rank=rank, ranks=ranks))
+            depot = self._opened.enter_context(
+                DepotPublisher("127.0.0.1:0", rank=rank, ranks=ranks, threads=threads, deltas=deltas)
+            )
             self._publish, url = depot.publish, depot.url
         return {"url": url}
 
     def publish(self, version: str, change: str) -> Message:
-        """Change every weight ("full") or one in a hundred ("delta"), and publish; tells the seconds and what it became."""
+        """Change every weight ("full") or one in a hundred ("delta"), and publish.
+
+        Tells the seconds, those of CPU, and what it became.
+        """
         self._number += 1
         for array in self._bits.values():
             if change == "full":
@@ -54,9 +65,10 @@ class Trainer:
             elif array.size:
                 flip_some(array, self._random)
         tensors = {name: self._published(name, array) for name, array in as_bf16(self._bits)}
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         publication = self._publish(version, tensors)
-        return {"publish_s": time.perf_counter() - began, "kind": "delta" if publication.manifest.payloads else "full"}
+        taken, used = time.perf_counter() - began, time.process_time() - used
+        return {"publish_s": taken, "cpu_s": used, "kind": "delta" if publication.manifest.payloads else "full"}
 
     def _published(self, name: str, array: Array) -> object:
         shape = self._shapes[name]

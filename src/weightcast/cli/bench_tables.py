@@ -206,6 +206,8 @@ def draw_update_rows(console: Console, report: Report) -> None:
     sending = [f"{row['way']} {row['cpu_s'] * 1e3:.1f} ms" for row in report.rows if row["kind"] == "sending"]
     console.print(f"publishing: {', '.join(publish)}")
     console.print(f"CPU of a depot that sends the same bytes: {', '.join(sending)}")
+    trainers = [f"{row['ranks']} {row['cpu_s'] * 1e3:.0f} ms" for row in report.rows if row["kind"] == "trainers"]
+    console.print(f"CPU of all trainer ranks that publish a delta, by their number: {', '.join(trainers)}")
     for row in report.rows:
         if row["kind"] == "throughput":
             console.print(f"{row['busy_tokens_per_s']:.0f} tokens/s with deltas, {row['tokens_per_s']:.0f} without")

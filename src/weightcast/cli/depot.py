@@ -56,7 +56,12 @@ _SECTIONS = {
     metavar="HOST:PORT",
     help="0.0.0.0 is all addresses; port 0 a free one.",
 )
-@click.option("--mirror", multiple=True, metavar="URL", help="Fill the store from this depot; several: the nearest first.")
+@click.option(
+    "--mirror",
+    multiple=True,
+    metavar="URL",
+    help="Fill the store from this depot, or from trainer ranks (shares+http://a,b); several: the nearest first.",
+)
 @click.option("--token-file", type=_FILE, help="What clients must show, and what is shown to --mirror.")
 @click.option("--tls-cert", type=_FILE, help="Serve over TLS with this certificate and its chain (PEM).")
 @click.option("--tls-key", type=_FILE, help="The key of --tls-cert (PEM).")

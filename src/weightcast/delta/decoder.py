@@ -61,17 +61,20 @@ def decode_payloads(
     *,
     specs: Mapping[str, TensorSpec],
     threads: int | None = None,
+    takes: Callable[[int, Run], bool] | None = None,
 ) -> Delta:
     """The sparse form of packed deltas that together lead from one state to another, each for some tensors or boxes of it.
 
-    One that leads there alone tells the roots; several do not know them.
+    One that leads there alone tells the roots; several do not know them. `takes` says whether changes are
+    taken from the payload with this index, where several payloads have them.
     """
     old = None if base is None else partial(block_lanes, base)
     runs: list[Run] = []
     tables = [read_table(memoryview(data), specs) for data in payloads]
-    for data, table in zip(payloads, tables, strict=True):
+    for index, (data, table) in enumerate(zip(payloads, tables, strict=True)):
         check_specs(table.specs, {name: specs[name] for name in table.specs if name in specs})
-        runs += decode_chunks(memoryview(data), table, table.chunks, old, threads=threads)
+        found = decode_chunks(memoryview(data), table, table.chunks, old, threads=threads)
+        runs += [run for run in found if takes is None or takes(index, run)]
     first = tables[0]
     roots = (first.base_root, first.new_root) if len(tables) == 1 else ("", "")
     return Delta(specs, assemble(specs, runs), *roots, first.summed_as)

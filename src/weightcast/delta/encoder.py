@@ -388,7 +388,7 @@ def _pending(
 
 def _lanes_of(array: Array, box: Box, dtype: DType) -> Lanes:
     """The lanes of a box of an array: a view where they lie together."""
-    inside = box_of(array, box)
+    inside = array if box.shape == array.shape else box_of(array, box)
     return flat_bytes(np.ascontiguousarray(inside)).view(kind_of(dtype).unsigned)
 
 

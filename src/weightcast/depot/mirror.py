@@ -35,7 +35,7 @@ from weightcast.store.lock import exclusive
 from weightcast.store.pruning import prune
 from weightcast.store.version_file import write_version_file
 from weightcast.transports.http.access import Access
-from weightcast.transports.http.client import DepotClient
+from weightcast.transports.http.shares import open_client
 from weightcast.wire.depot import Newest, Offer
 from weightcast.wire.manifest import Manifest
 
@@ -82,7 +82,7 @@ class Mirror:
             raise InvalidInput(f"connections={connections} and keep_last={keep_last} of a mirror must be 1 or more.")
         if not (stall_s > 0 and give_up_s > 0 and poll_s > 0):
             raise InvalidInput(f"stall_s={stall_s}, give_up_s={give_up_s} and poll_s={poll_s} of a mirror must be positive.")
-        clients = [DepotClient(url, access=access, connections=connections + 2, stall_s=stall_s) for url in urls]
+        clients = [open_client(url, access=access, connections=connections + 2, stall_s=stall_s) for url in urls]
         self._upstreams = Upstreams(clients, patience_s=2 * stall_s)
         self.path = Path(store_path)
         self._connections, self._give_up_s = connections, give_up_s
@@ -210,11 +210,6 @@ class Mirror:
         while not self._has(version, root):
             deadline = Deadline.after(ANSWER_S, cancelled=self._stop)
             manifest = self._upstreams.manifest(version, root, first=source, deadline=deadline)
-            if manifest.boxes:
-                raise Conflict(
-                    f"version {version} is shared by several publishers, each of which has a part of it: it cannot be "
-                    "mirrored. Let receivers fetch it from those."
-                )
             chain.insert(0, manifest)
             if manifest.kind == "full" or manifest.base is None:
                 break

@@ -357,7 +357,7 @@ class SourceNotAllowed(WeightcastError):
 
 
 class GatherFailed(WeightcastError):
-    """Ranks of a trainer that publish a sharded model together could not gather its tensors. Nothing was published."""
+    """Ranks that publish a sharded model together could not gather its tensors, or write them. Nothing was published."""
 
     code = "gather_failed"
 

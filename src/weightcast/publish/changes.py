@@ -15,8 +15,8 @@ from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
 from weightcast.store.payload import payload_entry
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, bytes_digest, piece_digests
-from weightcast.tensors.flat import Array
-from weightcast.tensors.lanes import lane_count, lane_range
+from weightcast.tensors.flat import Array, flat_bytes
+from weightcast.tensors.lanes import kind_of
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Sum
 from weightcast.wire.manifest import PayloadEntry
@@ -75,7 +75,7 @@ def packed_changes(
             wrong = [
                 one.spec.name
                 for one in compared
-                if Sum.parse(one.old_sum) + encoder.grown[one.spec.name] != Sum.parse(one.new_sum)
+                if str(Sum.parse(one.old_sum) + encoder.grown[one.spec.name]) != one.new_sum
             ]
             table = encoder.finish(base_root="", new_root="")
     except TooManyChanges:
@@ -89,9 +89,5 @@ def packed_changes(
 
 def _expected(one: Compared) -> float:
     """About how many lanes of a tensor changed."""
-    spec = TensorSpec(one.spec.name, one.spec.dtype, one.box.shape)
-    return estimate_changes(
-        lane_count(spec),
-        lambda start, stop: lane_range(one.old, spec.dtype, start, stop),
-        lambda start, stop: lane_range(one.new, spec.dtype, start, stop),
-    )
+    old, new = (flat_bytes(array).view(kind_of(one.spec.dtype).unsigned) for array in (one.old, one.new))
+    return estimate_changes(len(new), lambda start, stop: old[start:stop], lambda start, stop: new[start:stop])

@@ -150,7 +150,7 @@ class Draft:
         compared = [
             Compared(
                 one.spec,
-                replace_spec(one.spec, name=summed_as.get(name, name)),
+                replace_spec(one.spec, name=summed_as[name]) if name in summed_as else one.spec,
                 one.box,
                 old.array(name, before.memory),
                 self.array(name, memory),

@@ -13,7 +13,7 @@ from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm
 from weightcast.tensors.lanes import check_finite
 from weightcast.tensors.spec import TensorSpec
-from weightcast.tensors.sums import Digests, TensorHasher, box_sum
+from weightcast.tensors.sums import Digests, TensorHasher, box_offset, box_sum
 from weightcast.transports.ipc.device import Device, Memory
 from weightcast.wire.manifest import TensorEntry
 
@@ -39,8 +39,8 @@ def fill(
 ) -> dict[str, Digests]:
     """Copy every tensor to the place that its entry names; gives their digests. The tensors may change afterwards.
 
-    `boxes` are those of tensors that are not here whole. Without an algorithm the digests are sums alone. With `finite`,
-    `InvalidInput` is raised for a NaN or an infinity.
+    `boxes` are those of tensors that are not here whole; these have no digests of bytes. Without an algorithm there are only
+    sums. With `finite`, `InvalidInput` is raised for a NaN or an infinity.
     """
 
     largest_first = deque(sorted(entries, key=lambda entry: entry.nbytes, reverse=True))
@@ -79,19 +79,20 @@ def _copied(
     *,
     finite: bool,
 ) -> Digests:
-    hasher, at = TensorHasher(entry.sum_spec, algorithm), entry.offset
+    whole = Box.whole(entry.shape)
+    spec, inside = (entry.sum_spec, whole) if box is None or box[1] == Box.whole(box[0].shape) else box
+    start = box_offset(spec, inside)  # what a box adds depends on where it lies in its tensor
+    hasher, at = None if start is None else TensorHasher(spec, algorithm, start), entry.offset
     for block in device.blocks(entry.name, tensor):
         device.copy(block, memory, at)
         copied = device.read(memory, at, at + block.nbytes)
         if finite:
             check_finite(entry.spec, np.frombuffer(copied, dtype=np.uint8))
-        hasher.update(copied)
+        if hasher is not None:
+            hasher.update(copied)
         at += block.nbytes
         deadline.check(f"copying {entry.name} into shared memory")
-    digests = hasher.finish()
-    if box is None or box[1] == Box.whole(box[0].shape):
-        return digests
-    # What a box adds depends on where it lies in its tensor.
+    if hasher is not None:
+        return hasher.finish()
     there = np.frombuffer(device.read(memory, entry.offset, entry.offset + entry.nbytes), dtype=np.uint8)
-    array = there.view(entry.dtype.numpy).reshape(entry.shape)
-    return digests._replace(sum=str(box_sum(*box, array)))
+    return Digests("", str(box_sum(spec, inside, there.view(entry.dtype.numpy).reshape(entry.shape))))

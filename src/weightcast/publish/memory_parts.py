@@ -47,10 +47,13 @@ def parts_for(specs: Iterable[TensorSpec], part_nbytes: int = PART_NBYTES) -> li
     The widest elements of a part come first: so each tensor lies on a multiple of its item size although there are no gaps.
     """
     groups: list[list[TensorSpec]] = [[]]
+    nbytes = 0  # of the last group
     for spec in specs:
-        if groups[-1] and sum(one.nbytes for one in groups[-1]) + spec.nbytes > part_nbytes:
+        if groups[-1] and nbytes + spec.nbytes > part_nbytes:
             groups.append([])
+            nbytes = 0
         groups[-1].append(spec)
+        nbytes += spec.nbytes
     parts: list[MemoryPart] = []
     at = 0
     for group in groups:

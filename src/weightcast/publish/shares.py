@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from weightcast.errors import InvalidInput
@@ -30,7 +31,7 @@ class Given:
     box: Box
     tensor: object
 
-    @property
+    @cached_property
     def held(self) -> TensorSpec:
         """The box as a tensor of its own."""
         return TensorSpec(name=self.spec.name, dtype=self.spec.dtype, shape=self.box.shape)
@@ -50,7 +51,7 @@ def given(
     problems = []
     for name, tensor in tensors.items():
         one = _given(name, tensor)
-        if form is not None:
+        if form is not None and form.dtype is not None:
             one = replace(one, tensor=form.tensor(name, one.tensor))
             one = replace(one, spec=replace(one.spec, dtype=spec_of(name, one.tensor).dtype))
         if not one.box.fits(one.spec.shape):

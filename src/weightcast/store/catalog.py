@@ -85,6 +85,10 @@ class Catalog:
                 found.append(Listing(path.name, None, str(error)))
         return sorted(found, key=lambda item: (item.manifest is None, item.manifest.sequence if item.manifest else 0))
 
+    def next_sequence(self) -> int:
+        """The number of the next version in the order of publication."""
+        return 1 + max((item.manifest.sequence for item in self.listings() if item.manifest), default=0)
+
     def newest(self) -> str:
         """The id of the version that version.yaml names."""
         self.check_exists()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, decode_payloads, fold, move
+from weightcast.delta.container import Block
+from weightcast.delta.runs import Run
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -19,7 +21,7 @@ from weightcast.store.streaming import Proof
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import Array, Buffer, flat_bytes
 from weightcast.tensors.lanes import lane_count
-from weightcast.wire.manifest import Manifest
+from weightcast.wire.manifest import Manifest, chosen_payloads
 
 _PROOF_LANES = 1 << 20  # blocks that stay in the cache between being read and hashed
 
@@ -133,7 +135,7 @@ def decoded_step(payloads: Sequence[Buffer], manifest: Manifest, base: State, th
     """The same for payloads that are as published."""
     based_on = manifest.base.version if manifest.base else ""
     try:
-        step = decode_payloads(payloads, base, specs=base.specs, threads=threads)
+        step = decode_payloads(payloads, base, specs=base.specs, threads=threads, takes=_taking(manifest))
     except DeltaCorrupt as error:
         # The payload is what was published, so it is the base that is not.
         problem = f"version {manifest.version} does not decode along its base {based_on}, whose bytes may be damaged"
@@ -143,6 +145,20 @@ def decoded_step(payloads: Sequence[Buffer], manifest: Manifest, base: State, th
         leads = f"leads from {step.base_root} to {step.new_root}"
         raise DeltaCorrupt(f"the payload of version {manifest.version} {leads}, its manifest says {' to '.join(promised)}")
     return replace(step, base_root=promised[0], new_root=promised[1])
+
+
+def _taking(manifest: Manifest) -> Callable[[int, Run], bool] | None:
+    """Which of several payloads tells of a box that several publishers hold; None if no box is in several payloads."""
+    if not manifest.boxes:
+        return None
+    specs = {entry.name: entry.spec for entry in manifest.tensors}
+    ranks = [payload.part for payload in chosen_payloads(manifest)]
+
+    def takes(index: int, run: Run) -> bool:
+        block = Block(run.tensor, run.start, max(1, run.lanes), 0, run.box)
+        return manifest.owner(run.tensor, block.bounds(specs[run.tensor])) == ranks[index]
+
+    return takes
 
 
 def load_chain(store: Path, chain: Chain, *, threads: int | None = None) -> dict[str, Array]:

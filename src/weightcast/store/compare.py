@@ -14,7 +14,7 @@ from weightcast.store.byte_file import ByteFile
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import resolve
 from weightcast.store.payload import read_payload, read_payloads
-from weightcast.store.reader import Reader, VersionReader
+from weightcast.store.reader import Reader, VersionReader, sized_file
 from weightcast.store.state_reader import open_version
 from weightcast.tensors.digest import DEFAULT, bytes_digest
 from weightcast.tensors.dtypes import DType
@@ -22,7 +22,7 @@ from weightcast.tensors.flat import BLOCK_NBYTES, from_bytes
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import tensor_hasher
 from weightcast.tensors.ulp import bits, distance
-from weightcast.wire.manifest import Manifest, TensorEntry
+from weightcast.wire.manifest import Manifest, ShareFile, TensorEntry
 
 Progress = Callable[[int], None]
 
@@ -92,6 +92,10 @@ def _damaged_bases(catalog: Catalog, manifest: Manifest) -> list[str]:
 
 def _verify_parts(directory: Path, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
     buffer = memoryview(bytearray(BLOCK_NBYTES))
+    if manifest.shares:  # a box may lie in several files, of which one is read below
+        report.problems += [problem for share in manifest.shares for problem in _piece_problems(directory, manifest, share)]
+        if report.problems:
+            return
     with VersionReader(directory, manifest) as reader:
         unreadable: set[int] = set()
         for index in range(len(manifest.parts)):
@@ -103,6 +107,20 @@ def _verify_parts(directory: Path, manifest: Manifest, report: VerifyReport, pro
         for entry in reader.in_order():
             if entry.part not in unreadable:
                 _verify_tensor(reader, entry, buffer, report, progress)
+
+
+def _piece_problems(directory: Path, manifest: Manifest, share: ShareFile) -> list[str]:
+    """What is wrong with the file of one of several publishers."""
+    path, wrong = directory / share.file, []
+    try:
+        with sized_file(path, share.nbytes) as opened:
+            for piece in manifest.pieces(share.file):
+                found = bytes_digest(opened.read(piece.stop - piece.start, piece.start), manifest.algorithm or DEFAULT)
+                if found != piece.digest:
+                    wrong.append(f"{path}: bytes {piece.start} to {piece.stop} have digest {found}, not {piece.digest}.")
+    except (Corrupt, StorageFailed) as error:
+        return [str(error)]
+    return wrong
 
 
 def _verify_delta(catalog: Catalog, manifest: Manifest, report: VerifyReport, progress: Progress) -> None:
@@ -144,7 +162,7 @@ def _verify_tensor(reader: Reader, entry: TensorEntry, buffer: memoryview, repor
         report.problems.append(f"tensor {entry.name}: {error}")
         return
     if hasher is not None and hasher.digest() != entry.proof:
-        file = manifest.payloads[0].file if manifest.kind == "delta" else manifest.parts[entry.part].file
+        file = manifest.payloads[0].file if manifest.kind == "delta" else manifest.places(entry)[0].places[0].file
         report.problems.append(f"tensor {entry.name} in {file}: expected {entry.proof}, found {hasher.digest()}.")
         return
     report.tensors += 1

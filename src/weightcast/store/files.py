@@ -117,7 +117,7 @@ def aside_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def replace_synced(path: Path, data: bytes) -> None:
+def replace_synced(path: Path, data: Buffer) -> None:
     """Give `path` new contents in one step: readers see the old or the new bytes, also after a power cut."""
     aside = aside_path(path)
     try:

@@ -51,7 +51,7 @@ def fold_version(
     written = dict(zip(names, packed.values(), strict=True))
     payloads = tuple(packed_entry(name, data, manifest.algorithm or DEFAULT) for name, data in written.items())
     ref = BaseRef(version=base.end.version, root_digest=base.end.root_digest)
-    replacement = msgspec.structs.replace(manifest, base=ref, payloads=payloads)
+    replacement = msgspec.structs.replace(manifest, base=ref, payloads=payloads, boxes={})
     _replace(directory, replacement, written)
     log.info(
         "versions folded",

@@ -10,6 +10,7 @@ INDEX = "model.safetensors.index.json"
 RECEIVERS = "receivers.json"
 
 _PAYLOAD = re.compile(r"delta-(\d{5,})\.bin")
+_OWN = re.compile(r"(delta|share)-\d{5,}\.bin")
 
 
 def versions_dir(store: Path) -> Path:
@@ -60,4 +61,4 @@ def next_payload_names(directory: Path, count: int) -> list[str]:
 
 def is_reserved(name: str) -> bool:
     """Whether a version may write a file of this name itself."""
-    return name in (MANIFEST, INDEX) or name.endswith(".safetensors") or _PAYLOAD.fullmatch(name) is not None
+    return name in (MANIFEST, INDEX) or name.endswith(".safetensors") or _OWN.fullmatch(name) is not None

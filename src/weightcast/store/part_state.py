@@ -1,4 +1,4 @@
-"""The state that a full version is, read from its parts range by range, by any number of threads."""
+"""The state that a full version is, read from its files range by range, by any number of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from weightcast.store.reader import checked_part, entries_by_part
+from weightcast.store.reader import ShareFiles, checked_part, entries_by_part
 from weightcast.tensors.flat import flat_bytes
 from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
@@ -30,6 +30,9 @@ class PartState:
                 opening.enter_context(checked_part(directory, manifest, index, entries))
                 for index, entries in enumerate(entries_by_part(manifest))
             ]
+            self._shares = ShareFiles(directory, manifest) if manifest.shares else None
+            if self._shares is not None:
+                opening.callback(self._shares.close)
             self._open = opening.pop_all()
 
     def lanes(self, name: str, start: int, stop: int) -> Lanes:
@@ -37,11 +40,14 @@ class PartState:
         entry = self._entries[name]
         kind = kind_of(entry.dtype)
         lanes = np.empty(stop - start, dtype=kind.unsigned)
-        self._files[entry.part].read_into(flat_bytes(lanes).data, entry.offset + start * kind.nbytes)
+        if self._shares is not None:
+            self._shares.read_into(entry, start * kind.nbytes, flat_bytes(lanes).data)
+        else:
+            self._files[entry.part].read_into(flat_bytes(lanes).data, entry.offset + start * kind.nbytes)
         return lanes
 
     def close(self) -> None:
-        """Close all parts. Safe twice."""
+        """Close all files. Safe twice."""
         self._open.close()
 
     def __enter__(self) -> PartState:

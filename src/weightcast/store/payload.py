@@ -9,8 +9,9 @@ from pathlib import Path
 
 from weightcast.clock import Deadline
 from weightcast.delta.container import Table, check_table, read_table
-from weightcast.errors import DigestMismatch, PartCorrupt
+from weightcast.errors import DigestMismatch
 from weightcast.store.byte_file import ByteFile
+from weightcast.store.reader import sized_file
 from weightcast.store.streaming import Proof, Readable, Readables, stream_pieces
 from weightcast.tensors.digest import DEFAULT, Algorithm, bytes_digest, piece_digests
 from weightcast.tensors.flat import Pieces
@@ -47,7 +48,7 @@ def read_payloads(directory: Path, manifest: Manifest) -> list[memoryview]:
 
 def read_payload(directory: Path, payload: PayloadEntry, algorithm: Algorithm) -> memoryview:
     """One packed delta, whole in memory, compared with its digest."""
-    with _open(directory, payload) as file:
+    with sized_file(directory / payload.file, payload.nbytes) as file:
         data = memoryview(bytearray(payload.nbytes))
         file.read_into(data, 0)
     found = bytes_digest(data, algorithm)
@@ -70,7 +71,7 @@ def payload_pieces(
     def readables() -> Readables:
         with ExitStack() as stack:
             for payload in wanted:
-                file = stack.enter_context(_open(directory, payload))
+                file = stack.enter_context(sized_file(directory / payload.file, payload.nbytes))
                 yield Readable(entries[payload.file].spec, partial(_read, file))
 
     what = f"reading version {manifest.version} from {directory}"
@@ -79,12 +80,3 @@ def payload_pieces(
 
 def _read(file: ByteFile, start: int, buffer: memoryview) -> None:
     file.read_into(buffer, start)
-
-
-def _open(directory: Path, payload: PayloadEntry) -> ByteFile:
-    path = directory / payload.file
-    file = ByteFile(path)
-    if file.nbytes != payload.nbytes:
-        file.close()
-        raise PartCorrupt(path, f"it has {file.nbytes} bytes, the manifest says {payload.nbytes}")
-    return file

@@ -83,8 +83,7 @@ def remove_version(directory: Path, *, dry_run: bool) -> int:
 
 def unreferenced(directory: Path, manifest: Manifest) -> list[Path]:
     """The files in a version's directory that its manifest does not know."""
-    known = {layout.MANIFEST, *(part.file for part in manifest.parts), *(file.file for file in manifest.files)}
-    known.update(payload.file for payload in manifest.payloads)
+    known = {layout.MANIFEST, *manifest.listed_files}
     return sorted(path for path in directory.iterdir() if path.name not in known and not path.is_dir())
 
 

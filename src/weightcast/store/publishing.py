@@ -69,8 +69,7 @@ class StorePublisher:
                 f"version {version} is already published in {path}, and a version never changes. Publish under another "
                 f"id; if it is not the newest and should be, Store.announce({version!r}) makes it so."
             )
-        listed = [listing.manifest for listing in self._catalog.listings() if listing.manifest]
-        sequence = 1 + max((manifest.sequence for manifest in listed), default=0)
+        sequence = self._catalog.next_sequence()
         draft = Draft(path, version, request.algorithm)
         before = raw_version_file(path)
         try:

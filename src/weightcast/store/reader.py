@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from weightcast.clock import Deadline
 from weightcast.errors import PartCorrupt
+from weightcast.store.byte_file import ByteFile
 from weightcast.store.safetensors_file import SafetensorsFile
 from weightcast.store.streaming import Proof, Readable, Readables, stream_arrays, stream_pieces
+from weightcast.tensors.box_plan import Place, read_flat
 from weightcast.tensors.digest import bytes_digest
-from weightcast.tensors.flat import BLOCK_NBYTES, Array, Pieces, empty, flat_bytes
+from weightcast.tensors.flat import BLOCK_NBYTES, Array, Bytes, Pieces, empty, flat_bytes
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 
@@ -93,13 +98,17 @@ class Reader(ABC):
 
 
 class VersionReader(Reader):
-    """The parts of a full version. A part is checked against the manifest when it is opened; one is open at a time."""
+    """The parts of a full version. A part is checked against the manifest when it is opened; one is open at a time.
+
+    The files of a version that several publishers share are all open.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         super().__init__(str(directory), manifest)
         self._dir = directory
         self._file: SafetensorsFile | None = None
         self._index = -1
+        self._shares: ShareFiles | None = None
         self._by_part = entries_by_part(manifest)
 
     def open_part(self, index: int) -> SafetensorsFile:
@@ -115,19 +124,62 @@ class VersionReader(Reader):
 
     def read_into(self, entry: TensorEntry, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from `start` on."""
-        self.open_part(entry.part).read_into(buffer, entry.offset + start)
+        if not self.manifest.shares:
+            self.open_part(entry.part).read_into(buffer, entry.offset + start)
+            return
+        if self._shares is None:
+            self._shares = ShareFiles(self._dir, self.manifest)
+        self._shares.read_into(entry, start, buffer)
 
     def close(self) -> None:
-        """Close the open part. Safe twice."""
+        """Close what is open. Safe twice."""
+        if self._shares is not None:
+            self._shares.close()
+            self._shares = None
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
+class ShareFiles:
+    """The files of a version that several publishers share, opened, with their sizes checked. Any thread may read."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        with ExitStack() as opening:
+            self._files = {
+                share.file: opening.enter_context(sized_file(directory / share.file, share.nbytes))
+                for share in manifest.shares
+            }
+            self._open = opening.pop_all()
+
+    def read_into(self, entry: TensorEntry, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from `start` on."""
+        memory = np.frombuffer(buffer, dtype=np.uint8)
+        read_flat(entry.shape, entry.dtype.itemsize, self._manifest.places(entry), start, memory, self._read)
+
+    def _read(self, wanted: Sequence[tuple[Place, Bytes]]) -> None:
+        for place, memory in wanted:
+            self._files[place.file].read_into(memory.data, place.offset)
+
+    def close(self) -> None:
+        """Close all files. Safe twice."""
+        self._open.close()
+
+
+def sized_file(path: Path, nbytes: int) -> ByteFile:
+    """Open a file and check its size."""
+    file = ByteFile(path)
+    if file.nbytes != nbytes:
+        file.close()
+        raise PartCorrupt(path, f"it has {file.nbytes} bytes, the manifest says {nbytes}")
+    return file
+
+
 def entries_by_part(manifest: Manifest) -> list[list[TensorEntry]]:
     """The tensors of each part."""
     by_part: list[list[TensorEntry]] = [[] for _ in manifest.parts]
-    for entry in manifest.tensors:
+    for entry in manifest.tensors if manifest.parts else ():
         by_part[entry.part].append(entry)
     return by_part
 

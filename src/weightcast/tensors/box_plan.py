@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import NamedTuple
 
-from weightcast.tensors.boxes import Box
+import numpy as np
+
+from weightcast.tensors.boxes import Box, box_of
+from weightcast.tensors.flat import Array, Bytes, flat_bytes
 
 SPLIT_NBYTES = 1 << 20  # what several hold is not divided between them into less: a request costs more than it saves
 MAX_PROBLEMS = 100  # that are listed of one tensor: crossing boxes have as many as the square of their number
@@ -141,6 +144,68 @@ def chunks(box: Box, itemsize: int, nbytes: int) -> Iterator[Box]:
         start = (*box.start[:dim], box.start[dim] + at, *box.start[dim + 1 :])
         shape = (*box.shape[:dim], min(rows, box.shape[dim] - at), *box.shape[dim + 1 :])
         yield from chunks(Box(start, shape), itemsize, nbytes)
+
+
+def flat_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """The elements `first` to `last` of a tensor, counted in C order, in boxes that lie in one piece each."""
+    if first >= last:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    begin, end = -(-first // row), last // row
+    if begin > end:  # inside of one row
+        yield from _in_row(shape, end, first, last)
+        return
+    yield from _in_row(shape, begin - 1, first, begin * row)
+    if begin < end:
+        yield Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+    yield from _in_row(shape, end, end * row, last)
+
+
+def _in_row(shape: tuple[int, ...], row: int, first: int, last: int) -> Iterator[Box]:
+    skip = row * prod(shape[1:])
+    for inner in flat_boxes(shape[1:], first - skip, last - skip):
+        yield Box((row, *inner.start), (1, *inner.shape))
+
+
+def read_flat(
+    shape: tuple[int, ...],
+    itemsize: int,
+    held: Sequence[PlacedBox],
+    start: int,
+    memory: Bytes,
+    read: Callable[[Sequence[tuple[Place, Bytes]]], None],
+) -> None:
+    """Fill a memory with the bytes of a tensor in C order, from byte `start` on, where the tensor lies in boxes.
+
+    `read` is called once: it fills each memory with the bytes that begin at a place.
+    """
+    first, last = start // itemsize, -(-(start + len(memory)) // itemsize)
+    even = len(memory) == (last - first) * itemsize and start == first * itemsize
+    out = memory if even else np.empty((last - first) * itemsize, dtype=np.uint8)
+    elements = out.view(f"V{itemsize}")
+    reads: list[tuple[Place, Bytes]] = []
+    apart: list[tuple[Array, Array]] = []  # what does not lie in one piece in the memory
+    for part in flat_boxes(shape, first, last):
+        array, elements = elements[: prod(part.shape)].reshape(part.shape), elements[prod(part.shape) :]
+        for box, places in held:
+            common = intersection(box, part)
+            if common is None:
+                continue
+            target = box_of(array, moved(common, part.start))
+            block = target if target.flags.c_contiguous else np.empty(common.shape, dtype=array.dtype)
+            inside = moved(common, box.start).start
+            index = sum(at * prod(box.shape[axis + 1 :]) for axis, at in enumerate(inside))
+            reads.append((Place(places[0].file, places[0].offset + index * itemsize), flat_bytes(block)))
+            if block is not target:
+                apart.append((target, block))
+    read(reads)
+    for target, block in apart:
+        target[...] = block
+    if not even:
+        memory[:] = out[start - first * itemsize :][: len(memory)]
 
 
 class _Tiling:

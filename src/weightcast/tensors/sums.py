@@ -109,10 +109,10 @@ def range_sum(spec: TensorSpec, offset: int, data: Buffer | NDArray[np.uint8], *
 
 
 class RunningSum:
-    """The sum of a tensor whose bytes come in order, in stretches of any length."""
+    """The sum of a tensor whose bytes come in order, from byte `start` on, in stretches of any length."""
 
-    def __init__(self, spec: TensorSpec) -> None:
-        self._spec, self._total, self._seen, self._rest = spec, Sum(), 0, b""
+    def __init__(self, spec: TensorSpec, start: int = 0) -> None:
+        self._spec, self._total, self._seen, self._rest = spec, Sum(), start, b""
 
     def update(self, data: Buffer) -> None:
         """Take in the next bytes."""
@@ -146,9 +146,9 @@ def array_proof(spec: TensorSpec, array: Array, expected: str, check: Check = _u
 class TensorHasher:
     """The digest of a tensor's bytes and its sum, from the same blocks, while they are in the cache."""
 
-    def __init__(self, spec: TensorSpec, algorithm: Algorithm | None) -> None:
-        """Without an algorithm there is only the sum."""
-        self._hasher, self._sum = Hasher(algorithm) if algorithm else None, RunningSum(spec)
+    def __init__(self, spec: TensorSpec, algorithm: Algorithm | None, start: int = 0) -> None:
+        """Without an algorithm there is only the sum. The bytes begin at byte `start` of the tensor."""
+        self._hasher, self._sum = Hasher(algorithm) if algorithm else None, RunningSum(spec, start)
 
     def update(self, data: Buffer) -> None:
         """Take in the next bytes."""
@@ -211,6 +211,14 @@ def _row_groups(box: Box, array: Array) -> Iterator[tuple[tuple[int, ...], Array
         for row in range(0, len(matrix), rows):
             start = tuple(a + b for a, b in zip(box.start, (*outer, row, 0), strict=True))
             yield start, matrix[row : row + rows]
+
+
+def box_offset(spec: TensorSpec, box: Box) -> int | None:
+    """The byte of a tensor at which a box begins, if all of the box lies in one piece there."""
+    lead = next((dim for dim, size in enumerate(box.shape) if size != 1), len(box.shape))
+    if box.shape[lead + 1 :] != spec.shape[lead + 1 :]:
+        return None
+    return _flat_index(spec.shape, box.start) * spec.dtype.itemsize
 
 
 def _flat_index(shape: tuple[int, ...], at: tuple[int, ...]) -> int:

@@ -25,7 +25,7 @@ OPERATOR_OPTIONS = frozenset({"token_file", "ca_file", "shared_dir", "tls", "uid
 REQUEST_LIMITS = {"connections": 64, "prefetch": 64, "bucket_nbytes": 1 << 30}
 
 LOCAL_SCHEMES = ("file", "checkpoint", "ipc", "legacy-ipc", "snapshot")
-DEFAULT_PORTS = {"http": "80", "https": "443", "shares+http": "80", "shares+https": "443", "nixl": ""}
+DEFAULT_PORTS = {"http": "80", "https": "443", "shares+http": "80", "shares+https": "443", "nixl": "", "shares+nixl": ""}
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@\\\s]+)(?::(\d{1,5}|\*))?")
 _ANY = "*"

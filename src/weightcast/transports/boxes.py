@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from math import prod
 from typing import NamedTuple, Protocol
@@ -13,11 +13,12 @@ import numpy as np
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed, WeightcastError, rebuilt
-from weightcast.tensors.box_plan import Fetch, Wanted, moved, plan
+from weightcast.tensors.box_plan import Fetch, Wanted, chunks, moved, plan
 from weightcast.tensors.boxes import Box, box_of
-from weightcast.tensors.flat import Array, Bytes, flat_bytes
-from weightcast.transports.base import FilesFailed, Range, RangeReceiver
+from weightcast.tensors.flat import Array, Bytes, Piece, Pieces, flat_bytes
+from weightcast.transports.base import FilesFailed, Landed, Range, RangeReceiver, Witness
 from weightcast.transports.pieces import PieceMap, WrongPieces, proved_ranges
+from weightcast.transports.prefetch import prefetched, ring
 from weightcast.wire.manifest import Manifest, TensorEntry
 
 log = logs.get(__name__)
@@ -113,6 +114,67 @@ def fetch_boxes(
             log.warning("share failed", version=manifest.version, files=sorted(error.files), url=receiver.url, error=error)
             told_of = rebuilt(error.code, str(error))  # what was raised knows the frames that it passed, and so the memories
             failed |= dict.fromkeys(error.files, told_of)
+
+
+def box_landings(
+    receiver: RangeReceiver, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness
+) -> Generator[Landed, None, None]:
+    """Fill each memory with the tensor of that name. Tells of a tensor when all of it is there, proved."""
+    entries = manifest.by_name()
+    takers = [MemoryTaker(entries[name], Box.whole(entries[name].shape), memory) for name, memory in memories.items()]
+    with closing(fetch_boxes(receiver, manifest, takers, proved=True, deadline=deadline)) as told:
+        for index in told:
+            landed = Landed(takers[index].tensor, 0, entries[takers[index].tensor].nbytes)
+            if landed.nbytes:
+                witness.landed(landed)
+                yield landed
+
+
+def box_pieces(
+    receiver: RangeReceiver,
+    manifest: Manifest,
+    names: Collection[str] | None,
+    *,
+    bucket_nbytes: int,
+    prefetch: int,
+    deadline: Deadline,
+) -> Pieces:
+    """Every byte of a full version (or of the named tensors) once, proved. Memory: `prefetch` + 2 buckets."""
+    chosen = [entry for entry in manifest.tensors if names is None or entry.name in names]
+
+    def produce() -> Pieces:
+        buckets = ring(bucket_nbytes, prefetch)
+        for number, bucket in enumerate(_buckets(chosen, bucket_nbytes)):
+            memory = np.frombuffer(buckets[number % len(buckets)], dtype=np.uint8)
+            takers, starts, at = [], [], 0
+            for entry, box, start, nbytes in bucket:
+                takers.append(MemoryTaker(entry, box, memory[at : at + nbytes]))
+                starts.append(start)
+                at += nbytes
+            with closing(fetch_boxes(receiver, manifest, takers, proved=True, deadline=deadline)) as told:
+                for index in told:
+                    yield Piece(takers[index].tensor, starts[index], takers[index].bytes.data)
+
+    return prefetched(produce, deadline=deadline, what=f"receiving {manifest.version} from {receiver.url}", depth=prefetch)
+
+
+def _buckets(entries: Sequence[TensorEntry], nbytes: int) -> Iterator[list[tuple[TensorEntry, Box, int, int]]]:
+    """All bytes of tensors in boxes that lie in one piece, as many together as fit into a bucket; with their offsets."""
+    bucket: list[tuple[TensorEntry, Box, int, int]] = []
+    room = nbytes
+    for entry in entries:
+        at = 0
+        for box in chunks(Box.whole(entry.shape), entry.dtype.itemsize, nbytes):
+            size = prod(box.shape) * entry.dtype.itemsize
+            if size == 0:
+                continue
+            if size > room:
+                yield bucket
+                bucket, room = [], nbytes
+            bucket.append((entry, box, at, size))
+            at, room = at + size, room - size
+    if bucket:
+        yield bucket
 
 
 def _planned(

@@ -141,10 +141,15 @@ class CheckpointReceiver:
             manifest = decode_manifest(read_small(path, MAX_MANIFEST_NBYTES), path)
         except FileNotFoundError:
             return None
-        if manifest.kind == "delta" and manifest.base is not None:
+        if manifest.kind == "delta" or manifest.shares:
+            what = (
+                f"a delta on {manifest.base.version}"
+                if manifest.base and not manifest.shares
+                else "in shares of several ranks"
+            )
             raise InvalidInput(
-                f"{self._dir} holds version {manifest.version}, which is a delta on {manifest.base.version}: open the store "
-                "it is in instead (file:///store)."
+                f"{self._dir} holds version {manifest.version}, which is {what}: open the store it is in instead "
+                "(file:///store)."
             )
         return manifest
 

@@ -11,6 +11,7 @@ from weightcast.clock import Deadline
 from weightcast.delta import Delta, State, fold
 from weightcast.errors import BaseVersionMismatch
 from weightcast.store.chain import decoded_step, moved
+from weightcast.tensors.box_plan import Place, read_flat
 from weightcast.tensors.flat import Bytes, flat_bytes
 from weightcast.tensors.lanes import Lanes, kind_of
 from weightcast.tensors.spec import TensorSpec
@@ -24,17 +25,21 @@ class RangeState:
 
     def __init__(self, receiver: RangeReceiver, manifest: Manifest, deadline: Deadline) -> None:
         self.specs: Mapping[str, TensorSpec] = {entry.name: entry.spec for entry in manifest.tensors}
-        self._places = {entry.name: manifest.places(entry)[0].places[0] for entry in manifest.tensors}
+        self._places = {entry.name: manifest.places(entry) for entry in manifest.tensors}
         self._receiver, self._manifest, self._deadline = receiver, manifest, deadline
 
     def lanes(self, name: str, start: int, stop: int) -> Lanes:
         """A range of a tensor's lanes in C order, in fresh memory."""
-        kind, place = kind_of(self.specs[name].dtype), self._places[name]
+        spec = self.specs[name]
+        kind = kind_of(spec.dtype)
         lanes = np.empty(stop - start, dtype=kind.unsigned)
-        wanted = Range(place.file, place.offset + start * kind.nbytes, flat_bytes(lanes))
-        for _ in self._receiver.ranges(self._manifest, [wanted], deadline=self._deadline):
-            continue
+        read_flat(spec.shape, spec.dtype.itemsize, self._places[name], start * kind.nbytes, flat_bytes(lanes), self._fetch)
         return lanes
+
+    def _fetch(self, wanted: Sequence[tuple[Place, Bytes]]) -> None:
+        ranges = [Range(*place, memory) for place, memory in wanted]
+        for _ in self._receiver.ranges(self._manifest, ranges, deadline=self._deadline):
+            continue
 
 
 class RangeStates:

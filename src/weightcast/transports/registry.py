@@ -110,9 +110,10 @@ _SCHEMES: dict[str, Opener] = {
     "shares+http": _open_shares,
     "shares+https": _open_shares,
     "nixl": _open_nixl,
+    "shares+nixl": _open_nixl,
 }
 _LOCAL_SCHEMES = frozenset({"file", "checkpoint", "ipc", "legacy-ipc", "snapshot"})  # directories on this host
-_DELTA_SCHEMES = frozenset({"file", "http", "https", "ipc", "shares+http", "shares+https", "nixl"})
+_DELTA_SCHEMES = frozenset({"file", "http", "https", "ipc", "shares+http", "shares+https", "nixl", "shares+nixl"})
 _DELTA_OPTIONS = {"deltas": get_args(DeltaUse), "packing": get_args(Packing)}  # that sources of these schemes take
 
 

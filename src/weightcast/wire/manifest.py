@@ -202,7 +202,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     A version that several publishers share, each with boxes of its tensors, has them in `boxes`: they cover each tensor
     exactly once, and their sums add up to that of the tensor, which has no digest of its own. They lie in the `shares`, the
-    file of each rank, which its publisher serves.
+    file of each rank. A delta has no `shares`: its boxes tell which ranks hold what, and the payload of the first of these
+    ranks counts.
     """
 
     version: str
@@ -497,8 +498,8 @@ def tie_problems(manifest: Manifest) -> Iterator[str]:
 
 def box_problems(manifest: Manifest) -> Iterator[str]:
     """Boxes that do not cover each tensor of a shared version exactly once, or whose sums do not make that of the tensor."""
-    if manifest.kind != "full" or manifest.parts:
-        yield f"it has boxes, and is {manifest.kind} with {len(manifest.parts)} part(s)"
+    if manifest.parts or (manifest.kind == "full") != bool(manifest.shares):
+        yield f"it has boxes, and is {manifest.kind} with {len(manifest.parts)} part(s) and {len(manifest.shares)} share(s)"
     entries = {entry.name: entry for entry in manifest.tensors}
     yield from (f"boxes of {name!r}, which is not a tensor of it" for name in manifest.boxes if name not in entries)
     for name, entry in entries.items():
@@ -510,15 +511,17 @@ def box_problems(manifest: Manifest) -> Iterator[str]:
             yield f"tensor {name!r}: {error}"
             continue
         for box in boxes:
-            if not is_sum(box.sum) or not _is_placed(box, entry, manifest.shares):
+            if not is_sum(box.sum) or not _is_placed(box, entry, manifest):
                 yield f"tensor {name!r} has a box with sum {box.sum!r} at {list(box.offsets)} of ranks {list(box.ranks)}"
         if all(is_sum(box.sum) for box in boxes) and entry.sum != str(add_up(Sum.parse(box.sum) for box in boxes)):
             yield f"the sum of tensor {name!r} does not follow from its boxes"
 
 
-def _is_placed(box: BoxEntry, entry: TensorEntry, shares: tuple[ShareFile, ...]) -> bool:
-    """Whether a box lies in the files of the ranks that hold it."""
-    nbytes = prod(box.shape) * entry.dtype.itemsize
+def _is_placed(box: BoxEntry, entry: TensorEntry, manifest: Manifest) -> bool:
+    """Whether a box lies in the files of the ranks that hold it; in a delta, whether these ranks have payloads."""
+    shares, nbytes = manifest.shares, prod(box.shape) * entry.dtype.itemsize
+    if manifest.kind == "delta":
+        return bool(box.ranks) and not box.offsets and {*box.ranks} <= {payload.part for payload in manifest.payloads}
     return 0 < len(box.ranks) == len(box.offsets) and all(
         0 <= rank < len(shares) and 0 <= at <= shares[rank].nbytes - nbytes
         for rank, at in zip(box.ranks, box.offsets, strict=True)

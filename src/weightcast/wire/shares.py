@@ -73,6 +73,19 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     payloads: tuple[PayloadEntry, ...] = ()
 
 
+class SharedPublish(msgspec.Struct, frozen=True):
+    """How far several ranks are in writing a version into a store. Rank 0 writes this for the others.
+
+    Each try of rank 0 is another `attempt`. `full`: every rank must write its boxes, and not only changes. `error` says why
+    rank 0 gave up.
+    """
+
+    attempt: str
+    sequence: int
+    full: bool = False
+    error: str = ""
+
+
 def share_file(rank: int) -> str:
     """The name of the file that a publisher serves of a version that several share."""
     return f"share-{rank:05d}.bin"

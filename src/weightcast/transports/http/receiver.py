@@ -13,6 +13,7 @@ from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, InvalidInput, SourceFailed, UpdateCancelled, WeightcastError
 from weightcast.tensors.flat import Bytes, Piece, Pieces
 from weightcast.transports.base import UNSEEN, Landed, Range, Witness
+from weightcast.transports.boxes import box_landings, box_pieces
 from weightcast.transports.http import asking
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import CONNECTIONS, STALL_S, DepotClient, OtherBytes
@@ -117,6 +118,10 @@ class HttpReceiver(RangeStates):
 
     def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
         """The bytes as they come, each tensor's in order, through buckets that are used again and again."""
+        if manifest.shares and manifest.kind == "full":
+            size, depth = self._bucket_nbytes, self._prefetch
+            yield from box_pieces(self, manifest, names, bucket_nbytes=size, prefetch=depth, deadline=deadline)
+            return
         plan = deque(_buckets(manifest, names, self._bucket_nbytes))
         count = min(self._prefetch + 2, len(plan))
         free = ring(min(self._bucket_nbytes, max(map(_size, plan), default=0)), count - 2) if plan else []
@@ -148,6 +153,9 @@ class HttpReceiver(RangeStates):
         self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
     ) -> Generator[Landed, None, None]:
         """Fill each memory, several ranges at a time. The bytes of each tensor are told in order, a few MiB at a time."""
+        if manifest.shares and manifest.kind == "full":
+            yield from box_landings(self, manifest, memories, deadline=deadline, witness=witness)
+            return
         views = {name: memory.data for name, memory in memories.items()}
         order = InOrder()
         with self._fetch(manifest, deadline, witness) as fetch:

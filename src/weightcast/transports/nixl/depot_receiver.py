@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 
 from weightcast.clock import Deadline
-from weightcast.transports.base import Range
+from weightcast.tensors.flat import Bytes, Pieces
+from weightcast.transports.base import UNSEEN, Landed, Range, Witness
+from weightcast.transports.boxes import box_landings, box_pieces
 from weightcast.transports.nixl.agent import region_of
 from weightcast.transports.nixl.plan import joined, range_stretches
 from weightcast.transports.nixl.receiver import NixlReceiver
@@ -16,6 +18,21 @@ from weightcast.wire.manifest import Manifest
 
 class NixlDepotReceiver(RangeStates, NixlReceiver):
     """Reads what a depot holds."""
+
+    def pieces(self, manifest: Manifest, *, deadline: Deadline, names: Collection[str] | None = None) -> Pieces:
+        """The bytes through a ring of buckets, in the order in which they lie."""
+        if not manifest.shares or manifest.kind == "delta":
+            return super().pieces(manifest, deadline=deadline, names=names)
+        size, depth = self._bucket_nbytes, self._prefetch
+        return box_pieces(self, manifest, names, bucket_nbytes=size, prefetch=depth, deadline=deadline)
+
+    def landings(
+        self, manifest: Manifest, memories: Mapping[str, Bytes], *, deadline: Deadline, witness: Witness = UNSEEN
+    ) -> Generator[Landed, None, None]:
+        """Read straight into the memories."""
+        if not manifest.shares or manifest.kind == "delta":
+            return super().landings(manifest, memories, deadline=deadline, witness=witness)
+        return box_landings(self, manifest, memories, deadline=deadline, witness=witness)
 
     def ranges(self, manifest: Manifest, wanted: Sequence[Range], *, deadline: Deadline) -> Generator[int, None, None]:
         """Read straight into the memories; tells the index of each that is there. Nothing is verified."""
