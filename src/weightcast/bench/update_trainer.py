@@ -22,8 +22,6 @@ from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.store import Store
 from weightcast.tensors.flat import Array
 
-_LINK_NBYTES_PER_S = 125e6  # so that one element in a hundred is few enough for a delta
-
 
 class Trainer:
     """Holds the weights of a version of a store, or its share of their rows, changes them and publishes them."""
@@ -41,7 +39,7 @@ class Trainer:
         stops = {name: (rank + 1) * len(array) // ranks for name, array in whole.items()}
         self._bits = {name: array[self._starts[name] : stops[name]].copy() for name, array in whole.items()}
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)  # all ranks are on one host
-        deltas = DeltaPolicy(link_nbytes_per_s=_LINK_NBYTES_PER_S, threads=threads)
+        deltas = DeltaPolicy(threads=threads)
         self._publish: Callable[[str, Mapping[str, object]], Publication]
         if kind == "ipc":
             publisher = self._opened.enter_context(Publisher(f"ipc://{directory}", deltas=deltas))

@@ -178,7 +178,8 @@ class ShareWriter:
                 manifest = self._described(merged(self._announced(version, state, deadline)))
                 if manifest.kind == "full":
                     _write_state(directory, replace(state, full=True))
-                    self._write_share(directory, filled)
+                    if changes is not None:
+                        self._write_share(directory, filled)
                     self._wait_for(version, state, [share.file for share in manifest.shares], deadline)
                 sync_dir(directory)
                 encoded = encode_manifest(manifest)
@@ -256,7 +257,7 @@ class ShareWriter:
                         if state.attempt != joined.attempt or found is None:
                             found = fill_memory(state.sequence)
                             self._write(directory, state, *found)
-                        if state.full:
+                        if state.full and found[1] is not None:
                             self._write_share(directory, found[0])
                     except BaseException as error:
                         after = _read_state(directory)
@@ -287,9 +288,7 @@ class ShareWriter:
         replace_synced(directory / _announcement(self._rank, state), encode_share(filled.held.share))
 
     def _write_share(self, directory: Path, filled: Filled) -> None:
-        path = directory / share_file(self._rank)
-        if not path.exists():
-            replace_synced(path, filled.memory[: filled.draft.memory_nbytes].data)
+        replace_synced(directory / share_file(self._rank), filled.memory[: filled.draft.memory_nbytes].data)
 
 
 def _announcement(rank: int, state: SharedPublish) -> str:
