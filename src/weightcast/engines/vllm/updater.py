@@ -278,7 +278,10 @@ class ModelUpdater:
         if not self._all_did(failure is None):
             self._undo(staging, manifest, failure)
         self.held, self._torn = manifest, False
-        self._last = {"stage_s": staging.stage_s, "commit_s": time.monotonic() - started, "layers": staging.layers}
+        self._last = {
+            "stage_s": staging.stage_s, "commit_s": time.monotonic() - started, "layers": staging.layers,
+            "nbytes": version.nbytes,
+        }  # fmt: skip
         try:
             self._versions.commit(version)
         except WeightcastError as error:  # the model has it; only the next delta has to start further back
