@@ -76,8 +76,9 @@ def one_layer(tmp_path_factory, model_a, one_projection):
     return f"file://{path}"
 
 
-def count_loads(folder, source, versions):
-    """How many linear layers were packed for each version, and what the worker says."""
+def count_loads(folder, source, versions, *, packs=True, also=lambda _: None):
+    """How many linear layers were processed for each version, and what the worker says. `also` is done to each of them."""
+    import vllm.model_executor.layers.utils as gemm
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     packed, process = [], UnquantizedLinearMethod.process_weights_after_loading
@@ -85,7 +86,10 @@ def count_loads(folder, source, versions):
     def count(self, layer):
         packed[-1] += 1
         process(self, layer)
+        also(layer)
 
+    if not packs:  # as on a CPU without instructions for the dtype
+        gemm.ops._supports_onednn, gemm.check_cpu_sgl_kernel = False, lambda *_: False
     llm = open_llm(folder)
     UnquantizedLinearMethod.process_weights_after_loading = count
     said = []
@@ -104,6 +108,43 @@ def test_only_layers_that_changed_are_loaded_and_fused_ones_whole(one_layer, mod
     assert [said[2] for said in (first, one, back)] == [
         greedy(folder, PROMPT, N) for folder in (model_a, one_projection, model_a)
     ]
+
+
+def test_layers_that_are_not_packed_are_only_copied_from_the_second_time_on(
+    steps, model_a, model_b, nudged_once, nudged_twice
+):
+    versions = ["step_0", "step_1", "other", "step_2"]
+    said = run(count_loads, model_b, steps, versions, packs=False)
+    assert [one[0] for one in said] == [4 * 4, 0, 0, 0]
+    assert [one[2] for one in said] == [
+        greedy(folder, PROMPT, N) for folder in (model_a, nudged_once, model_b, nudged_twice)
+    ]
+
+
+def test_a_tied_head_that_is_not_packed_follows_too(tied_steps, tied_a, tied_b):
+    said = run(count_loads, tied_a, tied_steps, ["b", "a", "b"], packs=False)
+    assert [one[0] for one in said] == [4 * 4, 0, 0]
+    assert [one[2] for one in said] == [greedy(folder, PROMPT, N) for folder in (tied_b, tied_a, tied_b)]
+
+
+def count_loads_of_processed_layers(folder, source, versions):
+    """Of layers that are changed, of layers that something is kept of, and of others."""
+
+    def also(layer):
+        if layer.prefix.endswith("qkv_proj"):
+            layer.weight.data.neg_()
+        elif layer.prefix.endswith("o_proj"):
+            layer.largest = layer.weight.max()
+        elif layer.prefix.endswith("down_proj"):
+            weight = layer.weight
+            layer.first = lambda: weight[0]
+
+    return count_loads(folder, source, versions, packs=False, also=also)
+
+
+def test_layers_that_are_processed_otherwise_are_loaded_each_time(steps, model_a):
+    said = run(count_loads_of_processed_layers, model_a, steps, ["step_0", "step_1", "other"])
+    assert [one[0] for one in said] == [4 * 4, 3 * 4, 3 * 4]
 
 
 def memory_of_layers(folder, source, versions):

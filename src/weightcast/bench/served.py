@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.clock import Deadline
-from weightcast.errors import DeadlineExceeded, ReplicaFailed
+from weightcast.errors import ReplicaFailed
 
 START_S = 120.0
 ANSWER_S = 300.0
@@ -44,9 +44,12 @@ class Client:
     def _ask(self, connection: http.client.HTTPConnection, prompt: Tokens, tokens: int) -> Tokens:
         wanted = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         wanted |= {"ignore_eos": True, "return_token_ids": True}
-        connection.request("POST", "/v1/completions", json.dumps(wanted), {"content-type": "application/json"})
-        response = connection.getresponse()
-        body = json.loads(response.read())
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(wanted), {"content-type": "application/json"})
+            response = connection.getresponse()
+            body = json.loads(response.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise ReplicaFailed(f"the server did not answer: {type(error).__name__}: {error}") from error
         if response.status != http.client.OK:
             raise ReplicaFailed(f"the server answered {response.status}: {body}")
         answer: Tokens = body["choices"][0]["token_ids"]
@@ -76,8 +79,7 @@ class TokenStream:
 
     def __init__(self, port: int, wanted: Callable[[], Wanted]) -> None:
         self._port, self._wanted = port, wanted
-        self._over, self._go, self._resting = threading.Event(), threading.Event(), threading.Event()
-        self._go.set()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bench-stream", daemon=True)
         self.tokens: list[Token] = []
         self.error: Exception | None = None
@@ -91,18 +93,6 @@ class TokenStream:
             if self.error is not None:
                 raise ReplicaFailed(f"the stream of tokens broke: {self.error}") from self.error
             time.sleep(0.005)
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """No requests meanwhile: the engine has nothing to compute."""
-        self._go.clear()
-        try:
-            if not self._resting.wait(SILENCE_S):
-                raise DeadlineExceeded("waiting for the end of a request", SILENCE_S)
-            yield
-        finally:
-            self._resting.clear()
-            self._go.set()
 
     def gaps(self, since: float, until: float, *, within_requests: bool = False) -> list[float]:
         """Seconds between two tokens, where some of them lie between two moments; the gap that `until` falls into included.
@@ -118,15 +108,11 @@ class TokenStream:
     def close(self) -> None:
         """End the stream."""
         self._over.set()
-        self._go.set()
         self._thread.join(SILENCE_S)
 
     def _run(self) -> None:
         try:
             while not self._over.is_set():
-                if not self._go.is_set():
-                    self._resting.set()
-                    self._go.wait()
                 self._ask()
         except (OSError, ValueError, http.client.HTTPException) as error:
             if not self._over.is_set():
@@ -153,6 +139,19 @@ class TokenStream:
                     first = False
         finally:
             connection.close()
+
+
+@contextmanager
+def token_streams(port: int, wanted: Callable[[], Wanted], count: int) -> Iterator[list[TokenStream]]:
+    """So many streams at once, all of which have begun."""
+    streams = [TokenStream(port, wanted) for _ in range(count)]
+    try:
+        for stream in streams:
+            stream.wait_for(4)
+        yield streams
+    finally:
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(TokenStream.close, streams))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from weightcast.bench.ipc_children import Child, children_of
 from weightcast.bench.model_versions import Made, as_bf16, flip_some, make_versions, model_config
 from weightcast.bench.report import At, Report, Row, Target, this_machine
 from weightcast.bench.scratch import ended_in_order, scratch_dir, used_memory
-from weightcast.bench.served import ANSWER_S, Serving, TokenStream, depot, served
+from weightcast.bench.served import ANSWER_S, Serving, TokenStream, depot, served, token_streams
 from weightcast.bench.timing import cpu_s
 from weightcast.clock import Deadline
 from weightcast.delta import warm_up
@@ -442,7 +442,7 @@ class _Replica:
         others = trainers.pids
         taken.add(self._what(source, "full"), self._measure(trainers.version, trainers.url, others, publish_s))
         publish_s = trainers.publish("full")
-        with self._streams() as streams:
+        with token_streams(self._serving.port, self._wanted, self._settings.streams) as streams:
             sample = self._measure_loaded(trainers.version, trainers.url, streams, publish_s)
             taken.add(self._what(source, "full", loaded=True), sample)
         for number in range(1, max(self._settings.positions) + 1):
@@ -473,7 +473,7 @@ class _Replica:
         """Returns how many tokens a stream had when the update was over, its prompt included."""
         say(f"{source}, {way}, {self._settings.streams} streams")
         publish_s = self._made.publish_s[version]
-        with self._streams() as streams:
+        with token_streams(self._serving.port, self._wanted, self._settings.streams) as streams:
             sample = self._measure_loaded(version, url, streams, publish_s, clear_cache=way == CLEARED)
             length = PROMPT_TOKENS + len(streams[0].tokens)
         taken.add(self._what(source, way, loaded=True), sample)
@@ -494,7 +494,7 @@ class _Replica:
         chain = max((*settings.positions, *settings.behind))
         self._update("b", url)
         number = 0
-        with self._streams() as streams:
+        with token_streams(self._serving.port, self._wanted, self._settings.streams) as streams:
             for window in range(settings.windows):
                 say(f"tokens/s, window {window + 1} of {settings.windows}")
                 idle = _speed(streams, time.monotonic() + settings.window_s)
@@ -505,17 +505,6 @@ class _Replica:
                     time.sleep(max(0.0, due - time.monotonic()))
                 busy = (_count(streams) - had) / (time.monotonic() - began)
                 taken.speeds.append((busy, idle))
-
-    @contextmanager
-    def _streams(self) -> Iterator[list[TokenStream]]:
-        streams = [TokenStream(self._serving.port, self._wanted) for _ in range(self._settings.streams)]
-        try:
-            for stream in streams:
-                stream.wait_for(4)
-            yield streams
-        finally:
-            with ThreadPoolExecutor(len(streams)) as pool:
-                list(pool.map(TokenStream.close, streams))
 
 
 def _get(connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str] | None = None) -> int:

@@ -21,7 +21,7 @@ from weightcast.errors import MissingExtra, ReplicaFailed
 
 START_S = 300.0
 STOP_S = 30.0
-_MODEL = "bench"
+MODEL = "bench"
 _TOKENS = 16  # short requests: what is computed again after an update is a pause, too, and not the one that is meant
 _SETTINGS = ("VLLM_SERVER_DEV_MODE=1", "VLLM_CPU_KVCACHE_SPACE=1", "HF_HUB_OFFLINE=1", "VLLM_LOGGING_LEVEL=WARNING")
 
@@ -35,17 +35,20 @@ def vllm_program() -> Path:
 
 
 @contextmanager
-def vllm_served(model_dir: Path, scratch: Path) -> Iterator[Serving]:
-    """A server with our backend that takes what is in `scratch`, once it is ready. Its log is there too."""
+def vllm_served(model_dir: Path, scratch: Path, *, requests: int) -> Iterator[Serving]:
+    """A server with our backend that takes what is in `scratch`, once it is ready. Its log is there too. It computes so many
+    requests at once.
+    """
     program = vllm_program()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     command = [
         "/usr/bin/env", *_SETTINGS, f"{ALLOW_SOURCE}=file://{scratch.absolute()}/*", str(program),
-        "serve", str(model_dir), "--served-model-name", _MODEL,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "4",
-        "--enforce-eager", "--skip-tokenizer-init", "--weight-transfer-config", json.dumps({"backend": "weightcast"}),
+        "serve", str(model_dir), "--served-model-name", MODEL,
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096",
+        "--max-num-seqs", str(requests), "--enforce-eager", "--skip-tokenizer-init",
+        "--weight-transfer-config", json.dumps({"backend": "weightcast"}),
     ]  # fmt: skip
     with (scratch / "vllm.log").open("w+b") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603 - a bench
@@ -80,4 +83,4 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> 
 
 def wanted() -> dict[str, object]:
     """What a stream of tokens asks for."""
-    return {"model": _MODEL, "prompt": [5, 6, 7, 8], "max_tokens": _TOKENS, "temperature": 0, "detokenize": False}
+    return {"model": MODEL, "prompt": [5, 6, 7, 8], "max_tokens": _TOKENS, "temperature": 0, "detokenize": False}

@@ -276,10 +276,11 @@ def ipc(output: str | None, nbytes: int, rounds: int, rivals: bool, seed: int) -
 @bench.command(short_help="Updates of a running vLLM server.")
 @_OUTPUT
 @click.option("--size", "nbytes", type=Size(), default="512MiB", show_default=True, help="Of the model, about.")
-@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="To take the fastest of.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="To take the median of.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
 def vllm(output: str | None, nbytes: int, rounds: int, seed: int) -> None:
-    """Measure full updates and deltas of 1 % of a running `vllm serve`, and how long it says nothing meanwhile.
+    """Measure full updates and deltas of 1 % of a running `vllm serve`: their phases, bytes and CPU seconds, and the longest
+    gap that streaming clients see.
 
     Beside them, in the same run, vLLM's own reload_weights from disk. Runs where vLLM is installed beside weightcast.
 

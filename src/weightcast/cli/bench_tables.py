@@ -215,21 +215,21 @@ def draw_update_rows(console: Console, report: Report) -> None:
 
 _VLLM: _Columns = {
     "update": lambda row: row["kind"],
-    "s": lambda row: f"{row['s']:.2f}",
-    "staging s": lambda row: f"{row['stage_s']:.2f}",
-    "CPU s": lambda row: f"{row['cpu_s']:.2f}",
-    "pause ms": _milliseconds("pause_ms"),
-    "median": _milliseconds("median_pause_ms"),
-    "gap ms": _milliseconds("gap_ms"),
-    "median gap": _milliseconds("median_gap_ms"),
-    "while staging": _milliseconds("staging_gap_ms"),
-    "step ms": _milliseconds("step_ms"),
+    "publish ms": _phase("publish"),
+    "stage": _phase("stage"),
+    "pause": _phase("pause"),
+    "first token": _phase("first_token"),
+    "total": _phase("total"),
+    "fetched": lambda row: size(row["bytes"]),
 }
+_VLLM_QUIET: _Columns = {**_VLLM, "CPU ms: front end": _cpu("front end"), "engine": _cpu("engine")}
+_VLLM_LOADED: _Columns = {**_VLLM, **{name: _LOADED[name] for name in _LOADED if name not in _UPDATED and name != "a step"}}
 
 
 def draw_vllm_rows(console: Console, report: Report) -> None:
-    """Updates of vLLM beside its own reload."""
-    draw_tables(console, report, [(_VLLM, report.rows)])
+    """Updates of vLLM beside its own reload: of an idle server, and of one with streams."""
+    quiet, loaded = ([row for row in report.rows if row["loaded"] is with_streams] for with_streams in (False, True))
+    draw_tables(console, report, [(_VLLM_QUIET, quiet), (_VLLM_LOADED, loaded)])
 
 
 _UPDATES: _Columns = {

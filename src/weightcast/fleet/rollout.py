@@ -30,6 +30,7 @@ ANSWER_S = 30.0  # for what is answered between two steps of an engine; one that
 CLEAN_UP_S = 15.0  # for what must be done after a failure, when the deadline may be over
 _NOT_CONFIGURED = "Weight transfer not configured"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.5
+_LATER = 1.25  # times as long until the next look: at most a fifth of a staging is lost
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Rollout:
             if failed and self._deadline.remaining() == 0:
                 raise _why_not_staged(version, failed)
             self._deadline.check(f"staging {version} at {server.url} ({len(waiting)} of {len(ranks)} ranks still do)")
-            wait_s = min(wait_s * 2, _LAST_LOOK_S)
+            wait_s = min(wait_s * _LATER, _LAST_LOOK_S)
 
     def _begin(self, turn: _Turn) -> None:
         order, server, began = self._order, turn.server, time.monotonic()

@@ -48,7 +48,8 @@ class RankError(msgspec.Struct, frozen=True, kw_only=True):
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker of a server says of itself. `version` is served, `staged` lies ready beside it.
 
-    `mode` is how versions are committed; `layers`, `stage_s` and `commit_s` are of the last one that was.
+    `mode` is how versions are committed; `layers`, `stage_s`, `commit_s` and `nbytes`, what this rank fetched for its host,
+    are of the last one that was.
     """
 
     state: str
@@ -61,6 +62,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     layers: int | None = None
     stage_s: float | None = None
     commit_s: float | None = None
+    nbytes: int | None = None
 
 
 class VllmServer:

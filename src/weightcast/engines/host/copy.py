@@ -65,7 +65,7 @@ class StagedVersion:
 
     `former` are the tensors of the version that was committed before, empty if there is none. Where the version was
     written over them, each one that changed is made again when it is asked for. `memory` is the same for versions that are
-    written over one another.
+    written over one another. `nbytes` is what was fetched for it.
     """
 
     manifest: Manifest
@@ -73,6 +73,7 @@ class StagedVersion:
     former: Mapping[str, Array] = field(default_factory=dict)
     former_manifest: Manifest | None = None
     memory: object = field(default_factory=object)
+    nbytes: int = 0
 
 
 class HostVersions(Protocol):
@@ -331,9 +332,9 @@ class HostCopy:
                 raise UpdateCancelled(f"the host copy was closed while version {manifest.version} was staged.")
             if before is not None:
                 served = shape.known.manifest if shape.known is not None else None
-                version = StagedVersion(update.manifest, dict(shape.arrays), before, served, shape.memory)
+                version = StagedVersion(update.manifest, dict(shape.arrays), before, served, shape.memory, update.nbytes)
             else:
-                version = StagedVersion(update.manifest, update.incoming(), self._former(), self.held)
+                version = StagedVersion(update.manifest, update.incoming(), self._former(), self.held, nbytes=update.nbytes)
             known = _Known(manifest, update.manifest, wanted.verify_checksum)
             tell = wanted.source if isinstance(receiver, AcknowledgingReceiver) else None
             self._next = _Next(version, known, shape, update, tell)

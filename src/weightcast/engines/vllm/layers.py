@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,6 +45,12 @@ class MadeLayer:
     tensors: Mapping[str, torch.Tensor | None]
     attributes: Mapping[str, object]
 
+    def without_memory(self) -> MadeLayer:
+        """The same with tensors that only have a shape and a dtype."""
+        return replace(
+            self, tensors={name: held if held is None else held.data.to("meta") for name, held in self.tensors.items()}
+        )
+
     def switch(self, undo: list[Callable[[], None]]) -> None:
         """Give the live layer what was made. Each step puts its way back into `undo` first."""
         for name, tensor in self.tensors.items():
@@ -76,23 +84,106 @@ def _pointing(tensor: torch.Tensor, data: torch.Tensor) -> Callable[[], None]:
     return point
 
 
-def make_layers(
-    model: nn.Module,
-    layout: Layout,
-    layers: set[str],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    buffers: Buffers,
-    deadline: Deadline,
-) -> list[MadeLayer]:
-    """Load and process these layers beside the live ones. `tensors` are all that they are made from.
+class LayerMaker:
+    """Makes layers beside the live ones, of versions with one layout. What is loaded lies in `buffers`: it comes back to
+    them once it is packed, or switched out of the model.
 
-    A layer is packed as soon as it is complete, so that there is one unpacked copy of a layer at a time, and not of a model.
-    What is loaded lies in `buffers`: it comes back to them once it is packed, or switched out of the model.
+    A layer is made by the model's own loader and by vLLM's processing. If these were seen to leave its parameters as they
+    are in the version, and to keep nothing that depends on them, only the copies are made from the next time on.
     """
-    with torch.no_grad():
-        making = _Making(model, layout, layers, buffers, deadline)
-        making.skeleton.load(tensors, making.on_load)
-        return making.finished()
+
+    def __init__(self, model: nn.Module, layout: Layout, buffers: Buffers) -> None:
+        self._model, self._layout, self._buffers = model, layout, buffers
+        self._leaders = {follower: leader for leader, follower in layout.ties}
+        self._tied = {place.layer for tie in layout.ties for place in tie}
+        self._plain: dict[str, MadeLayer | None] = {}  # without memory; None: it is not used as it is loaded
+
+    @torch.no_grad()
+    def make(self, layers: set[str], tensors: Mapping[str, torch.Tensor], deadline: Deadline) -> list[MadeLayer]:
+        """Load and process these layers. `tensors` are all that they are made from, neighbours together.
+
+        A layer is packed as soon as it is complete: there is one unpacked copy of a layer at a time, and not of a model.
+        """
+        plain = {layer: known for layer in sorted(layers) if (known := self._known(layer)) is not None}
+        if not self._tied <= plain.keys():  # these are made together
+            plain = {layer: known for layer, known in plain.items() if layer not in self._tied}
+        made, rest = self._copied(plain, tensors, deadline), layers - plain.keys()
+        if rest:
+            making = _Making(self._model, self._layout, rest, self._buffers, deadline)
+            names = self._layout.names_of(rest)
+            making.skeleton.load(((name, tensor) for name, tensor in tensors.items() if name in names), making.on_load)
+            loaded = making.finished()
+            for one in loaded:
+                deadline.check(f"comparing {one.path} with the version")
+                if one.path not in self._plain:
+                    self._plain[one.path] = one.without_memory() if self._stays(one, making.loaded, tensors) else None
+            made += loaded
+        return made
+
+    def _known(self, layer: str) -> MadeLayer | None:
+        """What a layer is, if it is used as it is loaded, and the live one is too."""
+        known = self._plain.get(layer)
+        if known is None:
+            return None
+        live = self._model.get_submodule(layer)
+        held = [(tensor, live._parameters.get(name)) for name, tensor in known.tensors.items() if tensor is not None]
+        same = all(now is not None and (now.shape, now.dtype) == (tensor.shape, tensor.dtype) for tensor, now in held)
+        return replace(known, live=live) if same else None
+
+    def _copied(
+        self, layers: Mapping[str, MadeLayer], tensors: Mapping[str, torch.Tensor], deadline: Deadline
+    ) -> list[MadeLayer]:
+        """Layers that are used as they are loaded, made by the copies that the loader makes."""
+        memory: dict[Place, torch.Tensor] = {}
+        for place, copies in self._layout.copies.items():
+            known = layers[place.layer].tensors.get(place.name) if place.layer in layers else None
+            if known is not None:
+                deadline.check(f"loading {place} beside the live model")
+                memory[place] = _memory(self._layout, place, known, self._buffers)
+                for copy in copies:
+                    copy.target.of(memory[place]).copy_(copy.source.of(tensors[copy.name]))
+        return [
+            replace(
+                layer,
+                tensors={
+                    name: tensor if tensor is None else memory[self._leader(path, name)]
+                    for name, tensor in layer.tensors.items()
+                },
+            )
+            for path, layer in layers.items()
+        ]
+
+    def _stays(self, made: MadeLayer, loaded: Mapping[Place, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a layer that was loaded and processed has the values of the version, and nothing that depends on them."""
+        if any(place.table != "_parameters" for place in self._layout.numel if place.layer == made.path):
+            return False
+        for name, tensor in made.tensors.items():
+            place = self._leader(made.path, name)
+            copies = self._layout.copies.get(place, ())
+            if tensor is not None and not (
+                tensor is loaded.get(place)
+                and sum(math.prod(copy.target.size) for copy in copies) == self._layout.numel[place]
+                and all(torch.equal(copy.target.of(tensor), copy.source.of(tensors[copy.name])) for copy in copies)
+            ):
+                return False
+        return all(map(_keeps_nothing, made.attributes.values()))
+
+    def _leader(self, layer: str, name: str) -> Place:
+        place = Place(layer, "_parameters", name)
+        return self._leaders.get(place, place)
+
+
+def _memory(layout: Layout, place: Place, param: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+    """Memory for what is loaded into a parameter, with zeros where a version has nothing for it."""
+    padded = layout.numel[place] < param.numel()
+    return torch_bridge.from_host(buffers.take(torch_bridge.spec(str(place), param), zeroed=padded), param.dtype)
+
+
+def _keeps_nothing(value: object) -> bool:
+    """Whether something that processing has set on a layer cannot have come from its weights."""
+    if isinstance(value, FunctionType):
+        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    return value is None or isinstance(value, bool)
 
 
 class _Making:
@@ -102,6 +193,7 @@ class _Making:
         self._left = {place: numel for place, numel in layout.numel.items() if place.layer in layers}
         self._before = {layer: dict(self.skeleton.twins[layer].__dict__) for layer in layers}
         self._done: set[str] = set()
+        self.loaded: dict[Place, torch.Tensor] = {}
 
     def on_load(self, _: str, place: Place, loader: Loader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Let the weight loader write into memory of the twin."""
@@ -110,10 +202,8 @@ class _Making:
             return None  # a tensor that goes into two layers, one of which did not change, or that comes twice
         param = self.skeleton.tensor(place)
         if param.is_meta:
-            padded = self._layout.numel[place] < param.numel()
-            memory = self._buffers.take(torch_bridge.spec(str(place), param), zeroed=padded)
-            self.skeleton.put(place, torch_bridge.from_host(memory, param.dtype))
-            param = self.skeleton.tensor(place)
+            self.skeleton.put(place, _memory(self._layout, place, param, self._buffers))
+            param = self.loaded[place] = self.skeleton.tensor(place)
         with CopyCounter() as counter:
             value = loader(param, *args, **kwargs)
         self._left[place] -= counter.numel

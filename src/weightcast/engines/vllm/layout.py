@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,17 +25,39 @@ _DETAIL = 200  # loaders like to list all that they know
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+class View(NamedTuple):
+    """Some elements of a contiguous tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of another tensor of the same shape."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class Copy(NamedTuple):
+    """A copy that the loader makes: elements of a tensor of the version, and where in a parameter they go."""
+
+    name: str
+    source: View
+    target: View
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a model takes from a version of certain names, shapes and dtypes.
 
     `feeds` tells the tensors of each layer. A layer in `ties` has a parameter in common with another layer, and is made from
-    what that one is given. `opaque` means that the loader does not tell which tensor it writes: then all is one group.
+    what that one is given. `copies` has the parameters that the loader fills by copies alone, without a conversion, in the
+    order in which it makes them. `opaque` means that the loader does not tell which tensor it writes: then all is one group.
     """
 
     feeds: dict[str, frozenset[str]]
     numel: dict[Place, int]
     ties: tuple[tuple[Place, Place], ...]
+    copies: dict[Place, tuple[Copy, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     opaque: bool = False
 
@@ -89,28 +111,50 @@ class _DryRun:
     numel: dict[Place, int] = field(default_factory=dict)
     wrong_dtypes: list[Mismatch] = field(default_factory=list)
     copied: int = 0
+    copies: dict[Place, list[Copy | None]] = field(default_factory=dict)  # None: what is done there is no plain copy
+    storages: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.skeleton = Skeleton(self.model)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with CopyCounter() as counter:
-            self.skeleton.load(tensors, self._on_load)
+            self.skeleton.load(self._noted(tensors), self._on_load)
         self.copied += counter.numel
+
+    def _noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self.storages[tensor.untyped_storage()._cdata] = name
+            yield name, tensor
 
     def _on_load(self, name: str, place: Place, loader: Loader, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         param = self.skeleton.tensor(place)
-        with CopyCounter() as counter:
+        with CopyCounter(keep=True) as counter:
             try:
                 value = loader(param, *args, **kwargs)
             except Exception as error:
                 raise _Refused(f"{place} has {tuple(param.shape)} {param.dtype}. {error}".strip()) from error
+        made = [None] if counter.more else [self._copy(param, *pair) for pair in counter.copies]
+        self.copies.setdefault(place, []).extend(made)
         self.taken.setdefault(name, set()).add(place)
         self.numel[place] = min(self.numel.get(place, 0) + counter.numel, param.numel())
         given = next((item for item in args if isinstance(item, torch.Tensor)), None)
         if given is not None and given.dtype != param.dtype and not {given.dtype, param.dtype} <= set(_FLOATS):
             self.wrong_dtypes.append(Mismatch("dtype", name, f"the model has {param.dtype}, the version {given.dtype}"))
         return value
+
+    def _copy(self, param: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Copy | None:
+        """A copy as views; None if it converts, or is not from a tensor of the version into the parameter."""
+        name = self.storages.get(source.untyped_storage()._cdata)
+        inside = target.untyped_storage()._cdata == param.untyped_storage()._cdata and param.is_contiguous()
+        if (
+            name is None
+            or not inside
+            or param.storage_offset()
+            or (source.dtype, source.shape) != (target.dtype, target.shape)
+        ):
+            return None
+        return Copy(name, _view(source), _view(target))
 
     def lacking(self) -> Iterable[Mismatch]:
         """Parameters that the version does not fill."""
@@ -157,10 +201,17 @@ class _DryRun:
                 names=sorted(idle)[:16],
                 why="the model's loader takes nothing from these",
             )
+        copies = {
+            place: tuple(one for one in made if one is not None) for place, made in self.copies.items() if None not in made
+        }
         return Layout(
-            {layer: frozenset(names) for layer, names in feeds.items()}, self.numel, tuple(self.skeleton.ties),
+            {layer: frozenset(names) for layer, names in feeds.items()}, self.numel, tuple(self.skeleton.ties), copies,
             ignored=frozenset() if opaque else frozenset(idle), opaque=opaque,
         )  # fmt: skip
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _writes(model: nn.Module, item: tuple[str, torch.Tensor]) -> bool:

@@ -27,17 +27,26 @@ class Place(NamedTuple):
 
 
 class CopyCounter(TorchDispatchMode):
-    """Counts the elements that are copied into tensors: what a weight loader does in the end, however it slices."""
+    """Counts the elements that are copied into tensors: what a weight loader does in the end, however it slices.
 
-    def __init__(self) -> None:
+    With `keep`, `copies` are these copies, target and source. `more` tells whether anything else than zeros, which pad a
+    vocabulary, was written.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
         super().__init__()
-        self.numel = 0
+        self.numel, self.more, self._keep = 0, False, keep
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func is torch.ops.aten.copy_.default:
             self.numel += args[0].numel()
+            if self._keep:
+                self.copies.append((args[0], args[1]))
+        elif func._schema.is_mutable and not (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            self.more = True
         return func(*args, **(kwargs or {}))
 
 

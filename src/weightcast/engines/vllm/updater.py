@@ -18,7 +18,7 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.engines.host.copy import HostVersions, StagedVersion, Wanted, changed_names
 from weightcast.engines.vllm.commits import Commit, Reload, Switch
-from weightcast.engines.vllm.layers import can_be_made_beside, make_layers
+from weightcast.engines.vllm.layers import LayerMaker, can_be_made_beside
 from weightcast.engines.vllm.layout import Layout, learn_layout
 from weightcast.engines.vllm.peers import Peers
 from weightcast.errors import CommitFailed, DeadlineExceeded, InvalidInput, UpdateFailed, WeightcastError, WrongState
@@ -88,7 +88,7 @@ class ModelUpdater:
         self._torn = False
         self._committing = False
         self._staging: _Staging | None = None
-        self._layouts: tuple[frozenset[TensorSpec], Layout] | None = None
+        self._layouts: tuple[frozenset[TensorSpec], Layout, LayerMaker] | None = None
         self._lock = threading.Lock()
         self._last: dict[str, float | int] = {}
         self._hurry, self._freeing = threading.Event(), threading.Thread()
@@ -206,14 +206,14 @@ class ModelUpdater:
         deadline = Deadline.after(wanted.timeout, cancelled=staging.cancelled)
         version = self._versions.stage(wanted, fits=self._check_fits, deadline=deadline)
         staging.version = version
-        layout = self._layout(version.manifest)
+        layout, maker = self._layout(version.manifest)
         layers = layout.layers_of(changed_names(self.held, version.manifest))
         needed = layout.names_of(layers)
         staging.layers = len(layers)
         tensors = dict(_tensors(version.manifest, version.arrays, needed))
         self._finish_freeing(deadline.remaining())
         if self._mode() == "switch" and not layout.opaque:
-            staging.commit = Switch(make_layers(self._model, layout, layers, tensors.items(), self._buffers, deadline))
+            staging.commit = Switch(maker.make(layers, tensors, deadline))
         else:
             known, former = version.former_manifest, version.former
             same = known is not None and self.held is not None and known.root_digest == self.held.root_digest
@@ -225,11 +225,12 @@ class ModelUpdater:
             self.mode = "switch" if can_be_made_beside(self._model) else "reload"
         return self.mode
 
-    def _layout(self, manifest: Manifest) -> Layout:
+    def _layout(self, manifest: Manifest) -> tuple[Layout, LayerMaker]:
         specs = [TensorSpec(name, entry.dtype, entry.shape) for name, entry in manifest.by_name().items()]
         if self._layouts is None or self._layouts[0] != frozenset(specs):
-            self._layouts = (frozenset(specs), learn_layout(self._model, manifest.version, specs))
-        return self._layouts[1]
+            layout = learn_layout(self._model, manifest.version, specs)
+            self._layouts = frozenset(specs), layout, LayerMaker(self._model, layout, self._buffers)
+        return self._layouts[1:]
 
     def _check_fits(self, manifest: Manifest) -> None:
         self._layout(manifest)
@@ -277,7 +278,10 @@ class ModelUpdater:
         if not self._all_did(failure is None):
             self._undo(staging, manifest, failure)
         self.held, self._torn = manifest, False
-        self._last = {"stage_s": staging.stage_s, "commit_s": time.monotonic() - started, "layers": staging.layers}
+        self._last = {
+            "stage_s": staging.stage_s, "commit_s": time.monotonic() - started, "layers": staging.layers,
+            "nbytes": version.nbytes,
+        }  # fmt: skip
         try:
             self._versions.commit(version)
         except WeightcastError as error:  # the model has it; only the next delta has to start further back
