@@ -20,6 +20,7 @@ from weightcast.engines.embedded.presets import init_checkpoint
 from .server_process import WAIT_S, complete, server_process
 
 KEY, TOKEN, SECRET = "key-of-inference", "token-of-control", "the-content-of-a-private-file"
+SOON_S = 10  # on a busy machine; such bodies took minutes
 SMALL_NBYTES = 64 << 10  # of an answer
 
 
@@ -410,7 +411,7 @@ def test_a_hostile_body_has_a_small_answer_soon_and_takes_little_memory(unguarde
 
     assert reply.status_code == status, reply.text[:1000]
     assert len(reply.content) < SMALL_NBYTES
-    assert took_s < 3, f"{took_s:.1f} s"
+    assert took_s < SOON_S, f"{took_s:.1f} s"
     assert watched.longest_s < 1, f"others waited {watched.longest_s:.1f} s"
     assert watched.grown < 256 * MIB, f"{watched.grown / MIB:.0f} MiB"
     assert not is_paused(unguarded)
