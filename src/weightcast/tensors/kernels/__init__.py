@@ -147,6 +147,7 @@ class ClassWalk:
         self.left = gaps[starts].copy()  # unchanged lanes of each class before its next change
 
 
+@cache
 def installed() -> Backend:
     """The backend that is used where none is asked for."""
     return "compiled" if importlib.util.find_spec("numba") else "numpy"
