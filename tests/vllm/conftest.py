@@ -20,7 +20,7 @@ from servers import VllmServer
 from weightcast import Store
 
 TIMEOUT_S = 600  # several servers may have to start
-NAMES = ("vllm_", "weightcast", "wc", "psm_")
+NAMES = ("vllm_", "weightcast", "wc-", "psm_")
 
 os.environ["NUMBA_CACHE_DIR"] = ENVIRON["NUMBA_CACHE_DIR"]  # this process publishes deltas, too
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and wait for it where cores are shared
