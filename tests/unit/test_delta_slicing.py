@@ -13,7 +13,7 @@ from weightcast import delta
 from weightcast.delta import Cut, Slicing, container, encoder, slicing
 from weightcast.delta.container import PACKINGS, read_table
 from weightcast.delta.decoder import decode_chunks, decode_payloads
-from weightcast.delta.runs import slice_runs
+from weightcast.delta.runs import slice_chain, slice_runs
 from weightcast.delta.states import block_lanes
 from weightcast.errors import InvalidInput
 from weightcast.tensors.box_plan import intersection, moved, tiling_problems
@@ -350,6 +350,28 @@ def test_a_slice_of_a_delta_does_not_depend_on_how_it_was_cut(data, sample, pack
     state = delta.ArrayState(base)
     runs = decode_chunks(memoryview(packed), table, table.chunks, lambda block: block_lanes(state, block))
     assert equal_deltas(slice_runs(table.specs, runs, held), expected)
+
+
+@pytest.mark.parametrize("length", [2, 17, 40])  # chains are folded sixteen at a time
+def test_a_chain_of_slices_is_the_slice_of_the_whole_way(rng, length):
+    shapes = {"w": (30, 40), "v": (20, 10)}
+    states = [states_of(rng, shapes, DType.BF16)[0]]
+    for _ in range(length):
+        after = copied(states[-1])
+        for array in after.values():
+            lanes = array.reshape(-1).view(np.uint16)
+            lanes[rng.integers(0, lanes.size, 30)] ^= np.uint16(1)  # some of them go back to what they were
+        states.append(after)
+    held = [
+        Held.slice_of(delta.ArrayState(states[0]).specs["w"], Box((5, 10), (20, 20))),
+        Held(TensorSpec("t", DType.BF16, (10, 25)), (Placement("v", Box((0, 0), (20, 10)), (0, 5), transposed=True),)),
+    ]
+    cuts = Slicing((Cut(("*",), 1, 4),))
+    packed = [delta.encode(before, after, packing="gaps", slicing=cuts) for before, after in pairwise(states)]
+    tables = [table_of(one) for one in packed]
+    chain = [decode_chunks(memoryview(one), table, table.chunks, None) for one, table in zip(packed, tables, strict=True)]
+    expected = delta.slice(delta.decode(delta.encode(states[0], states[-1]), states[0]), held)
+    assert equal_deltas(slice_chain(tables[0].specs, chain, held), expected)
 
 
 def test_deltas_with_slices_follow_one_another(rng):
