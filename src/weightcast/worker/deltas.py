@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -36,7 +37,8 @@ log = logs.get(__name__)
 
 Parameters = Callable[[], Mapping[str, Array]]
 
-_HOLE_NBYTES = 16 << 10  # less than this between two chunks is fetched with them: a request costs more
+_HOLES_NBYTES = 16 << 10  # so much between chunks may be fetched with them, as a request costs more,
+_HOLES_SHARE = 0.05  # or this share of what is wanted
 
 
 class Unaligned(Exception):
@@ -299,11 +301,22 @@ def _fill(
 
 
 def _ranges(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """The bytes that chunks lie in, those between near ones included."""
+    """The bytes that chunks lie in. Some that lie between are fetched with them, the shortest gaps first."""
+    in_order = sorted(chunks, key=lambda chunk: chunk.offset)
+    room = max(_HOLES_NBYTES, int(_HOLES_SHARE * sum(chunk.nbytes for chunk in chunks)))
+    passed: set[int] = set()
+    gaps = [
+        (after.offset - before.offset - before.nbytes, number) for number, (before, after) in enumerate(pairwise(in_order))
+    ]
+    for nbytes, number in sorted(gaps):
+        if nbytes > room:
+            break
+        room -= nbytes
+        passed.add(number)
     ranges: list[tuple[int, int]] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+    for number, chunk in enumerate(in_order):
         start, stop = chunk.offset, chunk.offset + chunk.nbytes
-        if ranges and start - ranges[-1][1] <= _HOLE_NBYTES:
+        if number - 1 in passed:
             ranges[-1] = (ranges[-1][0], stop)
         else:
             ranges.append((start, stop))
