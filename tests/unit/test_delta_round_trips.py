@@ -17,7 +17,7 @@ from weightcast.delta.sparse import Delta, TensorDelta
 from weightcast.errors import InvalidInput, MissingExtra, UnsupportedTensor
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.dtypes import DType
-from weightcast.tensors.kernels import _kernels, kernels
+from weightcast.tensors.kernels import _kernels, installed, kernels
 from weightcast.tensors.lanes import LaneKind
 from weightcast.tensors.spec import TensorSpec
 
@@ -392,14 +392,16 @@ def test_without_numba_there_are_still_kernels(monkeypatch, rng):
     old, new = pair(rng, DType.BF16, (500,), density=0.1)
     packed = delta.encode({"w": old}, {"w": new})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    _kernels.cache_clear()
+    for found in (installed, _kernels):
+        found.cache_clear()
     try:
         assert delta.warm_up() == "numpy"
         assert delta.encode({"w": old}, {"w": new}) == packed
         with pytest.raises(MissingExtra, match=r"weightcast\[fast\]"):
             delta.encode({"w": old}, {"w": new}, backend="compiled")
     finally:
-        _kernels.cache_clear()
+        for found in (installed, _kernels):
+            found.cache_clear()
 
 
 def test_a_decoded_delta_does_not_borrow_the_buffer_it_came_in(rng):
