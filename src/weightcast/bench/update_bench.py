@@ -66,7 +66,7 @@ _REST_S = 0.2  # after an update, until what it left to do in threads is done
 _SENT_AT_ONCE = 4 << 20
 _SENDING_S = 0.2  # of plain requests at least, so that their CPU seconds mean something
 _TRAINER_S = 300.0
-_DELTAS_TIMED = 5  # by trainers that nobody receives from
+_DELTAS_TIMED = 5  # by trainers without receivers
 
 
 @dataclass(frozen=True)

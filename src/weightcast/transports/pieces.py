@@ -85,7 +85,7 @@ class _Piece:
         return self.stretches[-1].start + len(self.stretches[-1].memory) if self.stretches else self.piece.start
 
     def _fill(self, stop: int) -> None:
-        """Have bytes that nobody wants up to there."""
+        """Add memory for bytes up to `stop` that are fetched only to prove the piece."""
         start = self._end
         if start < stop:
             self.stretches.append(Range(self.file, start, np.empty(stop - start, dtype=np.uint8)))

@@ -127,7 +127,7 @@ class Keeper:
             send(line, encode_manifest(one) if one is not None else b"", telling.check)
         arrays, former = answer.staged.arrays, answer.staged.former
         before = former if isinstance(former, FormerArrays) else None
-        del answer, former  # only tensors that a follower was told of are kept
+        del answer, former  # only tensors that were reported to a follower are kept
         line.settimeout(None)
         while line.recv(1) and before is not None:  # ends with the process at the other end, if not earlier
             telling = Patience("telling another process what was written over", Deadline.after(_ANSWER_S))

@@ -283,7 +283,7 @@ class SharesReceiver:
                 with closing(self._readers[owner].ranges(share, mine, deadline=until)) as come:
                     for number in come:
                         told.put(indices[number])
-            except BaseException as caught:  # noqa: BLE001 - it is raised again by whoever waits
+            except BaseException as caught:  # noqa: BLE001 - it is raised again in the waiting thread
                 error = caught
             told.put(_Ended(owner, error))
 
