@@ -253,7 +253,10 @@ def test_an_update_goes_on_if_its_caller_goes_away_and_its_record_says_how_it_en
         assert stand.weights()["version"] != version, "the update did not wait, so nobody could leave it"
         assert answer.result(WAIT_S).usage.completion_tokens == 600
 
-    stand.server.wait_for(lambda: stand.weights()["version"] == version, "the update of a caller that is gone")
-    committed = [line for line in stand.lines(before) if line["event"] == "update committed"]
+    def commits():
+        return [line for line in stand.lines(before) if line["event"] == "update committed"]
+
+    stand.server.wait_for(commits, "the update of a caller that is gone")
+    committed = commits()
     record = stand.call("GET", f"/v1/updates/{committed[0]['update_id']}").json()["result"]
     assert (len(committed), record["phase"], record["version"]) == (1, "done", version)

@@ -123,6 +123,15 @@ def test_commits_and_rollbacks_in_the_middle_of_a_pass_are_no_damage(serving, sm
     whole_pass(live)
 
 
+def test_a_delta_right_after_a_rollback_is_no_damage(serving, small_blocks):
+    live, _ = serving
+    live.update("v2")
+    whole_pass(live)
+    live.rollback()
+    assert live.update("v2").mode == "delta"  # before the scrubber has read anything of what was rolled back to
+    whole_pass(live)
+
+
 def test_damage_where_a_delta_wrote_is_found_too(serving, small_blocks):
     live, weights = serving
     whole_pass(live)

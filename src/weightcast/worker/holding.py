@@ -127,7 +127,7 @@ class Holding:
         staged.timeline.enter("settle")
         self._entered = None
         self.served = Served(staged.manifest, staged.plan, proved=staged.checksum, full=staged.full)
-        self.scrubber.follow(self.served, staged.commit.growth)
+        self.scrubber.follow(before, self.served, staged.commit.growth)
         self._spare = staged.commit.next_spare() if isinstance(staged.commit, DeltaSwapCommit) else None
         if self._keep_previous and before is not None and before.proved and staged.commit.keep_way_back():
             self._former = Former(before, staged.commit)

@@ -100,10 +100,10 @@ class Scrubber:
         rest_s = (time.thread_time() - began) * (1 / share - 1) if worked else _IDLE_S
         return max(rest_s, _LEAST_PASS_S - self.report.period_s) if self.report.passes != passes else rest_s
 
-    def follow(self, served: Served, growth: Growth | None) -> None:
-        """A commit counts now. `growth` None: everything was written anew."""
+    def follow(self, before: Served | None, served: Served, growth: Growth | None) -> None:
+        """A commit counts now. `growth`: what it added to the sums of `before`; None: everything was written anew."""
         with self._lock:
-            if growth is None or self._served is None:
+            if growth is None or before is None or self._served is not before:
                 self._forget(served)
                 return
             self._served = served
