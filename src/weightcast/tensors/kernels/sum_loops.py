@@ -19,7 +19,7 @@ _LANES, _GOLDEN = np.int64(LANES), np.uint64(GOLDEN)
 _I16, _U16 = types.int16, types.uint16
 _PAIR = types.UniTuple(U64, 2)  # type: ignore[no-untyped-call]
 _FOUR = types.UniTuple(I64, 4)  # type: ignore[no-untyped-call]
-_LANES_LOG = LANES.bit_length() - 1
+_FIVE = types.UniTuple(I64, 5)  # type: ignore[no-untyped-call]
 _BY_LANE = np.ascontiguousarray(TABLES.T)  # what one lane needs lies together
 _BY_LANE.flags.writeable = False
 _TABLES = types.Array(_I16, 2, "C", readonly=True)
@@ -126,6 +126,84 @@ def _sum_rows(rows: Any, first: Any, step: Any, seeds: Any, tables: Any) -> Any:
     return one, other
 
 
+@intrinsic
+def _changed(typing_context, indices, before, after, tables, at, low, limit, away):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """The products that new values have, less those of the old ones, over the changes from `at` on up to the first whose
+    index is not between `low` and `limit`. Gives where that is, and the four sums.
+
+    `away` leads from an index to the place in the tensor. All four products of a word are taken at once, as a vector.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        word, number, long = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+        two, four, eight = (ir.VectorType(word, length) for length in (2, 4, 8))
+        arrays = [context.make_array(kind)(context, builder, one) for kind, one in zip(signature.args, args[:4], strict=False)]
+        narrow = signature.args[0].dtype.bitwidth < 64
+        bits = signature.args[1].dtype.bitwidth
+        words = max(1, bits // 16)
+        count = cgutils.unpack_tuple(builder, arrays[0].shape)[0]
+        table = builder.bitcast(arrays[3].data, four.as_pointer())
+        unused = ir.Constant(four, ir.Undefined)
+        xored, added = ir.Constant(four, [-1, -1, 0, 0]), ir.Constant(four, [0, 0, -1, -1])
+
+        def constant(value: int) -> Any:
+            return ir.Constant(long, value)
+
+        def picked(vector: Any, *lanes: int) -> Any:
+            places = ir.Constant(ir.VectorType(number, len(lanes)), list(lanes))
+            return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), places)
+
+        def words_of(array: Any, place: Any) -> list[Any]:
+            value = builder.load(builder.gep(array.data, [place]))
+            if bits == 32:
+                return [builder.extract_element(builder.bitcast(value, two), ir.Constant(number, one)) for one in range(2)]
+            return [value if bits == 16 else builder.zext(value, word)]
+
+        def terms(value: Any, seeds: Any) -> Any:
+            spread = builder.insert_element(unused, value, ir.Constant(number, 0))
+            spread = picked(spread, 0, 0, 0, 0)
+            return builder.add(builder.xor(spread, builder.and_(seeds, xored)), builder.and_(seeds, added))
+
+        make: Any = cgutils.alloca_once_value
+        place, total = make(builder, args[4]), make(builder, ir.Constant(ir.VectorType(long, 4), None))
+        more, body, end = (builder.append_basic_block(name) for name in ("more", "body", "end"))
+        builder.branch(more)
+        builder.position_at_end(more)
+        here = builder.load(place)
+        inside = builder.append_basic_block("inside")
+        builder.cbranch(builder.icmp_signed("<", here, count), inside, end)
+        builder.position_at_end(inside)
+        index = builder.load(builder.gep(arrays[0].data, [here]))
+        index = builder.zext(index, long) if narrow else index
+        builder.cbranch(builder.icmp_unsigned("<", builder.sub(index, args[5]), builder.sub(args[6], args[5])), body, end)
+        builder.position_at_end(body)
+        first = builder.mul(builder.add(index, args[7]), constant(words))
+        old, new = words_of(arrays[1], here), words_of(arrays[2], here)
+        for offset in range(words):
+            lane = builder.and_(builder.add(first, constant(offset)), constant(LANES - 1))
+            seeds = builder.load(builder.gep(table, [lane]), align=2)
+            both = builder.shuffle_vector(
+                terms(new[offset], seeds), terms(old[offset], seeds), ir.Constant(ir.VectorType(number, 8), list(range(8)))
+            )
+            wide = ir.VectorType(number, 8)
+            left = builder.sext(picked(both, 0, 0, 1, 1, 4, 4, 5, 5), wide)
+            right = builder.sext(picked(both, 2, 3, 2, 3, 6, 7, 6, 7), wide)
+            product = builder.mul(left, right)
+            grown = builder.sub(picked(product, 0, 1, 2, 3), picked(product, 4, 5, 6, 7))  # less than 2 ** 31
+            builder.store(builder.add(builder.load(total), builder.sext(grown, ir.VectorType(long, 4))), total)
+        builder.store(builder.add(here, constant(1)), place)
+        builder.branch(more)
+        builder.position_at_end(end)
+        sums = builder.load(total)
+        found = [builder.extract_element(sums, ir.Constant(number, one)) for one in range(4)]
+        return context.make_tuple(builder, signature.return_type, [builder.load(place), *found])
+
+    return _FIVE(indices, before, after, tables, *[types.int64] * 4), generate
+
+
+_sum_changed: Any = _changed
+
+
 @compiled(
     *(
         _PAIR(read_of(index), read_of(item), read_of(item), read_of(U64), _TABLES, I64, I64, I64, I64, I64)
@@ -147,38 +225,24 @@ def _sum_changes(
 ) -> Any:
     """By how much the sums grow where lanes of 8, 16 or 32 bits change."""
     one, other = np.uint64(0), np.uint64(0)
-    words = max(1, before.itemsize // 2)
-    last, start, stop, away = np.int64(-1), np.int64(0), np.int64(0), np.int64(0)
-    p, q, r, s = np.int64(0), np.int64(0), np.int64(0), np.int64(0)  # products of the present block
-    for at in range(np.uint64(indices.size)):
+    lanes = _LANES // max(1, before.itemsize // 2)
+    start, stop, low, end, away = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    at, count = np.int64(0), np.int64(indices.size)
+    while at < count:
         place = np.int64(indices[at])
         if place < start or place >= stop:  # in another row than the change before
             row = place // length
             start, stop = row * length, row * length + length
-            away = row * stride + corner - start - skip
-        if place < start + skip or place >= start + skip + width:
+            low, end = start + skip, start + skip + width
+            away = row * stride + corner - low
+        if place < low or place >= end:
+            at += 1
             continue
-        for word in range(words):
-            index = (place + away) * words + word
-            block = index >> _LANES_LOG
-            if block != last:
-                one += _multiplier(seeds[0], last) * np.uint64(p) + _multiplier(seeds[1], last) * np.uint64(s)
-                other += _multiplier(seeds[2], last) * np.uint64(q) + _multiplier(seeds[3], last) * np.uint64(r)
-                p, q, r, s, last = np.int64(0), np.int64(0), np.int64(0), np.int64(0), block
-            lane = np.uint64(index) & np.uint64(LANES - 1)
-            t, u, v, x = tables[lane, 0], tables[lane, 1], tables[lane, 2], tables[lane, 3]
-            new = np.int16(np.uint32(after[at]) >> np.uint32(16 * word))
-            old = np.int16(np.uint32(before[at]) >> np.uint32(16 * word))
-            a, b = np.int64(np.int16(new ^ t)), np.int64(np.int16(new ^ u))
-            c, d = np.int64(np.int16(new + v)), np.int64(np.int16(new + x))
-            i, j = np.int64(np.int16(old ^ t)), np.int64(np.int16(old ^ u))
-            k, m = np.int64(np.int16(old + v)), np.int64(np.int16(old + x))
-            p += a * c - i * k
-            q += a * d - i * m
-            r += b * c - j * k
-            s += b * d - j * m
-    one += _multiplier(seeds[0], last) * np.uint64(p) + _multiplier(seeds[1], last) * np.uint64(s)
-    other += _multiplier(seeds[2], last) * np.uint64(q) + _multiplier(seeds[3], last) * np.uint64(r)
+        block = (place + away) // lanes
+        first, last = max(low, block * lanes - away), min(end, (block + 1) * lanes - away)
+        at, p, q, r, s = _sum_changed(indices, before, after, tables, at, first, last, away)
+        one += _multiplier(seeds[0], block) * np.uint64(p) + _multiplier(seeds[1], block) * np.uint64(s)
+        other += _multiplier(seeds[2], block) * np.uint64(q) + _multiplier(seeds[3], block) * np.uint64(r)
     return one, other
 
 
