@@ -13,7 +13,7 @@ from weightcast import delta
 from weightcast.delta import Cut, Slicing, container, encoder, slicing
 from weightcast.delta.container import PACKINGS, read_table
 from weightcast.delta.decoder import decode_chunks, decode_payloads
-from weightcast.delta.runs import slice_chain, slice_runs
+from weightcast.delta.runs import slice_chains, slice_runs
 from weightcast.delta.states import block_lanes
 from weightcast.errors import InvalidInput
 from weightcast.tensors.box_plan import intersection, moved, tiling_problems
@@ -371,7 +371,9 @@ def test_a_chain_of_slices_is_the_slice_of_the_whole_way(rng, length):
     tables = [table_of(one) for one in packed]
     chain = [decode_chunks(memoryview(one), table, table.chunks, None) for one, table in zip(packed, tables, strict=True)]
     expected = delta.slice(delta.decode(delta.encode(states[0], states[-1]), states[0]), held)
-    assert equal_deltas(slice_chain(tables[0].specs, chain, held), expected)
+    assert equal_deltas(slice_chains(tables[0].specs, [chain], held), expected)
+    each = [[[run for run in runs if run.tensor == name] for runs in chain] for name in tables[0].specs]
+    assert equal_deltas(slice_chains(tables[0].specs, each, held), expected)
 
 
 def test_deltas_with_slices_follow_one_another(rng):

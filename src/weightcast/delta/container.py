@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Literal, get_args
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ MAGIC = b"wcdelta\n"
 FORMAT = 2  # 1 had no names to sum tensors under, and no boxes
 MAX_CHUNK_LANES = 1 << 24
 MAX_TABLE_NBYTES = 1 << 28
+_ANY_TABLE_NBYTES = 1 << 18  # a table of this size is no burden, whatever it is about
 MAX_TABLE_RATIO = 1024  # how far a table may shrink; one about 36,000 tensors of which none changes shrinks to a 62nd
 BLOCK_LANES = 1 << 16  # a tensor is not divided into many smaller blocks than this,
 MAX_SLICES = 64  # except that one of SLICED_NBYTES or more may be cut into so many slices
@@ -42,11 +44,11 @@ MAX_TEXT_NBYTES = 0xFFFF
 _HEAD = struct.Struct("<8sHBB4x")  # magic, format, packing, 0
 _TAIL = struct.Struct("<QII16s8s")  # table offset, table bytes, table bytes when decoded, digest, magic
 _DIGEST_NBYTES = 16
+_KEPT_NBYTES = 16 << 20  # of lists of tensors that are kept for the next delta
 _BLOCK_NBYTES = 4 + 1 + 8 + _DIGEST_NBYTES + 4 + 4 + 8 + 4 + 4  # what a chunk of one block takes in the table
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A run of lanes of one tensor, or of one box of it in the box's own C order, and how many of them change."""
 
     tensor: str
@@ -57,12 +59,17 @@ class Block:
 
     def bounds(self, spec: TensorSpec) -> Box:
         """The smallest box of its tensor that it lies in, if the tensor has rows."""
-        inside = self.box or Box.whole(spec.shape)
-        if not spec.shape:
-            return inside
-        row = math.prod(inside.shape[1:]) * lanes_per_element(spec.dtype)
-        first, last = self.start // row, -(-(self.start + self.lanes) // row)
-        return Box((inside.start[0] + first, *inside.start[1:]), (last - first, *inside.shape[1:]))
+        return _bounds(self.start, self.lanes, self.box, spec)
+
+
+@lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
+def _bounds(start: int, lanes: int, box: Box | None, spec: TensorSpec) -> Box:
+    inside = box or Box.whole(spec.shape)
+    if not spec.shape:
+        return inside
+    row = math.prod(inside.shape[1:]) * lanes_per_element(spec.dtype)
+    first, last = start // row, -(-(start + lanes) // row)
+    return Box((inside.start[0] + first, *inside.start[1:]), (last - first, *inside.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,8 @@ def check_table(data: memoryview, specs: Mapping[str, TensorSpec] | None) -> Non
     if len(data) < _HEAD.size + _TAIL.size:
         raise DeltaCorrupt(f"it has {len(data)} bytes, which is too short for one")
     _, packed_nbytes, raw_nbytes, _, _ = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    if raw_nbytes <= _ANY_TABLE_NBYTES:
+        return
     if specs is None:
         most = min(max(1 << 20, MAX_TABLE_RATIO * packed_nbytes), MAX_TABLE_NBYTES)
     else:
@@ -195,7 +204,7 @@ def _most_table_nbytes(specs: Mapping[str, TensorSpec]) -> int:
     """Twice what a table about these tensors takes if each of their blocks has a chunk and a box, and a little."""
     texts = sum(2 * len(spec.name.encode()) + 8 * len(spec.shape) + 20 for spec in specs.values())
     blocks = sum(_most_blocks(spec) * (_BLOCK_NBYTES + 16 * len(spec.shape)) for spec in specs.values())
-    return (64 << 10) + 2 * (texts + blocks)
+    return _ANY_TABLE_NBYTES + 2 * (texts + blocks)
 
 
 def _most_blocks(spec: TensorSpec) -> int:
@@ -317,6 +326,16 @@ class _Reader:
             raise ValueError("a box does not lie inside of its tensor, or is empty")
         return spec, summed_as, numbers
 
+    def pass_over(self, data: bytes) -> bool:
+        """Go on behind these bytes, if they come next."""
+        comes = self._data.startswith(data, self._at)
+        self._at += len(data) if comes else 0
+        return comes
+
+    def since(self, at: int) -> bytes:
+        """What was taken since `at` bytes were left."""
+        return self._data[len(self._data) - at : self._at]
+
     def check_end(self) -> None:
         if self.left:
             raise ValueError(f"{self.left} bytes are left over")
@@ -336,29 +355,78 @@ def _tensor_of(packed: bytes) -> tuple[TensorSpec, str]:
     return spec, other
 
 
+@dataclass
+class _Listed:
+    """The tensors that a table lists, with their boxes, and the bytes that say so in a delta of format `number`.
+
+    `made` has an object for each box, behind None for the whole tensor, once the blocks of a table were checked.
+    """
+
+    number: int
+    specs: dict[str, TensorSpec]
+    summed_as: dict[str, str]
+    boxes: list[_Boxes]
+    data: bytes = b""
+    made: list[list[Box | None]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, reader: _Reader, number: int) -> _Listed:
+        began, found = reader.left, cls(number, {}, {}, [])
+        for _ in range(reader.number("<I")):
+            spec, other, boxes = reader.tensor(number)
+            if spec.name in found.specs:
+                raise ValueError(f"tensor {spec.name!r} is listed twice")
+            found.specs[spec.name] = spec
+            if other:
+                found.summed_as[spec.name] = other
+            found.boxes.append(boxes)
+        found.data = reader.since(began)
+        return found
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Of each tensor: itself, and its boxes."""
+        return np.array(list(map(len, self.boxes)), dtype=np.int64) + 1
+
+    @cached_property
+    def room(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The lanes of tensors and boxes, which are counted through, so that one number stands for both; and the number of
+        each tensor.
+        """
+        first = np.cumsum(self.counts) - self.counts
+        room = np.empty(int(self.counts.sum()), dtype=np.int64)
+        room[first] = list(map(lane_count, self.specs.values()))
+        for at, spec, some in zip(first.tolist(), self.specs.values(), self.boxes, strict=True):
+            if len(some):
+                room[at + 1 : at + 1 + len(some)] = some[:, 1].prod(axis=1) * lanes_per_element(spec.dtype)
+        return first, room
+
+    def make_boxes(self) -> None:
+        self.made = [[None, *(Box(tuple(a), tuple(b)) for a, b in boxes.tolist())] for boxes in self.boxes]
+
+
+_recent: deque[_Listed] = deque(maxlen=4)  # deltas that follow one another list the same tensors
+
+
 def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
     base_root, new_root = reader.text(), reader.text()
     _check_roots(base_root, new_root)
-    specs: dict[str, TensorSpec] = {}
-    summed_as: dict[str, str] = {}
-    boxes: list[_Boxes] = []
-    for _ in range(reader.number("<I")):
-        spec, other, listed = reader.tensor(number)
-        if spec.name in specs:
-            raise ValueError(f"tensor {spec.name!r} is listed twice")
-        specs[spec.name] = spec
-        if other:
-            summed_as[spec.name] = other
-        boxes.append(listed)
+    listed = next((one for one in tuple(_recent) if one.number == number and reader.pass_over(one.data)), None)
+    known = listed is not None
+    if listed is None:
+        listed = _Listed.read(reader, number)
     count = reader.number("<I")
     sizes, forms, nbytes = reader.column("<u4", count), reader.column("u1", count), reader.column("<u8", count)
     total = int(sizes.sum())
     tensors = reader.column("<u4", total)
     inside = reader.column("<u4", total) if number > 1 else np.zeros_like(tensors)
     starts, lanes, changes = reader.column("<u8", total), reader.column("<u4", total), reader.column("<u4", total)
-    _check_blocks(list(specs.values()), boxes, sizes, tensors, inside, starts, lanes, changes)
-    names = list(specs)
-    made = [[None] if not len(one) else [None, *(Box(tuple(a), tuple(b)) for a, b in one.tolist())] for one in boxes]
+    _check_blocks(listed, sizes, tensors, inside, starts, lanes, changes)
+    if not known:
+        listed.make_boxes()
+        if len(listed.data) <= _KEPT_NBYTES:
+            _recent.append(listed)
+    names, made = list(listed.specs), listed.made
     blocks = [
         Block(names[tensor], start, size, changed, made[tensor][box])
         for tensor, box, start, size, changed in zip(
@@ -371,12 +439,11 @@ def _parse_table(reader: _Reader, packing: Packing, number: int) -> Table:
         chunks.append(Chunk(FORMS[form], tuple(blocks[first : first + size]), offset, length, digest))
         offset, first = offset + length, first + size
     reader.check_end()
-    return Table(packing, base_root, new_root, specs, tuple(chunks), summed_as)
+    return Table(packing, base_root, new_root, listed.specs, tuple(chunks), listed.summed_as)
 
 
 def _check_blocks(
-    specs: list[TensorSpec],
-    boxes: list[_Boxes],
+    listed: _Listed,
     sizes: NDArray[np.int64],
     tensors: NDArray[np.int64],
     inside: NDArray[np.int64],
@@ -388,33 +455,28 @@ def _check_blocks(
 
     Before there is an object for each of them. That boxes lie apart is noticed when their changes are put together.
     """
+    names, counts = list(listed.specs), listed.counts
     if not sizes.all():
         raise ValueError("a chunk has no blocks")
-    counts = np.array(list(map(len, boxes)), dtype=np.int64) + 1  # each tensor, and its boxes
     if int(counts.sum()) - len(counts) > len(tensors):
         raise ValueError("there are more boxes than blocks")
     if not len(tensors):
         return
-    if int(tensors.max()) >= len(specs):
-        raise ValueError(f"a block belongs to tensor {int(tensors.max())} of {len(specs)}")
+    if int(tensors.max()) >= len(names):
+        raise ValueError(f"a block belongs to tensor {int(tensors.max())} of {len(names)}")
     if (inside >= counts[tensors]).any():
         raise ValueError("a block belongs to a box that is not listed")
-    first = np.cumsum(counts) - counts  # tensors and boxes are counted through, so that one number stands for both
+    first, room = listed.room
     owners = first[tensors] + inside
-    room = np.empty(int(counts.sum()), dtype=np.int64)
-    room[first] = list(map(lane_count, specs))
-    for at, spec, listed in zip(first.tolist(), specs, boxes, strict=True):
-        if len(listed):
-            room[at + 1 : at + 1 + len(listed)] = listed[:, 1].prod(axis=1) * lanes_per_element(spec.dtype)
     ends = starts + lanes
     impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[owners]))
     if len(impossible):
-        raise ValueError(f"a block of {specs[tensors[impossible[0]]].name!r} is impossible")
+        raise ValueError(f"a block of {names[tensors[impossible[0]]]!r} is impossible")
     order = np.lexsort((starts, owners))
     owners, starts, ends = owners[order], starts[order], ends[order]
     overlapping = np.flatnonzero((owners[1:] == owners[:-1]) & (starts[1:] < ends[:-1]))
     if len(overlapping):
-        raise ValueError(f"blocks of {specs[tensors[order][overlapping[0]]].name!r} overlap")
+        raise ValueError(f"blocks of {names[tensors[order][overlapping[0]]]!r} overlap")
 
 
 def _check_places(table: Table, *, end: int) -> None:

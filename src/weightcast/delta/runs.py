@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from weightcast.delta.sparse import Changes, Delta, TensorDelta, fold_changes, n
 from weightcast.errors import DeltaCorrupt, DeltaDoesNotFit, Mismatch
 from weightcast.tensors.box_plan import intersection
 from weightcast.tensors.boxes import Box, Held, Placement
-from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, kernels
+from weightcast.tensors.kernels import ALL_ROWS, Counts, Indices, Rows, kernels
 from weightcast.tensors.lanes import Steps, index_dtype, kind_of, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 
@@ -137,11 +137,14 @@ def slice_delta(delta: Delta, held: Mapping[str, Box] | Iterable[Held]) -> Delta
 
 def slice_runs(specs: Mapping[str, TensorSpec], runs: Iterable[Run], held: Sequence[Held]) -> Delta:
     """The same of runs of tensors, each of which is looked at once. Raises `DeltaCorrupt` if they overlap."""
-    return slice_chain(specs, [runs], held)
+    return slice_chains(specs, [[runs]], held)
 
 
-def slice_chain(specs: Mapping[str, TensorSpec], chain: Iterable[Iterable[Run]], held: Sequence[Held]) -> Delta:
-    """The same of the runs of deltas that follow one another, folded. Those of each delta must not overlap."""
+def slice_chains(specs: Mapping[str, TensorSpec], chains: Iterable[Iterable[Iterable[Run]]], held: Sequence[Held]) -> Delta:
+    """The same of deltas that follow one another, folded. A chain has the runs of each; they must not overlap.
+
+    Each of several chains is about other tensors.
+    """
     mismatches = [mismatch for one in held for mismatch in _mismatches(specs, one)]
     if mismatches:
         raise DeltaDoesNotFit(mismatches)
@@ -149,78 +152,97 @@ def slice_chain(specs: Mapping[str, TensorSpec], chain: Iterable[Iterable[Run]],
     for one in held:
         for placement in one.placements:
             takers.setdefault(placement.source, []).append((one.spec.name, one.spec, placement))
-    moves: dict[str, list[_Move]] = {}
-    folded: dict[str, Changes] = {}
-    for number, runs in enumerate(chain):
-        if number and number % _FOLDED_AT_ONCE == 0:  # so that memory does not grow with the length of the chain
-            folded, moves = _folded(held, folded, moves), {}
-        for run in runs:
-            for name, spec, placement in takers.get(run.tensor, ()):
-                way = _way(run.box, specs[run.tensor], placement, spec)
-                if way is not None:
-                    moves.setdefault(name, []).append(_Move(number, run.start, _in_rows(run, way.first, way.last), way))
-    folded = _folded(held, folded, moves)
-    tensors = {
-        one.spec.name: normal_form(one.spec, *folded[one.spec.name])
-        for one in held
-        if one.spec.name in folded and len(folded[one.spec.name][0])
-    }
-    return Delta({one.spec.name: one.spec for one in held}, tensors)
+    parts: dict[str, list[Changes]] = {}
+    own = {one.spec.name: one.spec for one in held}
+    for chain in chains:
+        moves: dict[str, list[_Move]] = {}
+        folded: dict[str, Changes] = {}
+        for number, runs in enumerate(chain):
+            if number and number % _FOLDED_AT_ONCE == 0:  # so that memory does not grow with the length of the chain
+                folded, moves = _folded(own, folded, moves), {}
+            for run in runs:
+                for name, spec, placement in takers.get(run.tensor, ()):
+                    way = _way(run.box, specs[run.tensor], placement, spec)
+                    if way is not None:
+                        move = _Move(number, run.start, _in_rows(run, way.first, way.last), way)
+                        moves.setdefault(name, []).append(move)
+        for name, changes in _folded(own, folded, moves).items():
+            if len(changes[0]):
+                parts.setdefault(name, []).append(changes)
+    tensors = {name: normal_form(spec, *_together(name, parts.pop(name))) for name, spec in own.items() if name in parts}
+    return Delta(own, tensors)
 
 
-def _folded(held: Sequence[Held], before: Mapping[str, Changes], moves: Mapping[str, Sequence[_Move]]) -> dict[str, Changes]:
+def _folded(
+    specs: Mapping[str, TensorSpec], before: Mapping[str, Changes], moves: Mapping[str, Sequence[_Move]]
+) -> dict[str, Changes]:
     """Changes of parameters, and those that follow them, as one. What is moved shares one piece of memory."""
-    kinds = {kind_of(one.spec.dtype).signed for one in held}
+    kinds = {name: (index_dtype(lane_count(specs[name])), kind_of(specs[name].dtype).signed) for name in moves}
     room = max((sum(len(move.changes[0]) for move in some) for some in moves.values()), default=0)
-    steps_of = {kind: np.empty(room, dtype=kind) for kind in kinds}
-    indices_of = {wide: np.empty(room, dtype=wide) for wide in {index_dtype(lane_count(one.spec)) for one in held}}
+    memory = {kind: np.empty(room, dtype=kind) for kind in {kind for pair in kinds.values() for kind in pair}}
     folded = dict(before)
-    for one in held:
-        name, spec = one.spec.name, one.spec
-        some = moves.get(name)
-        if some:
-            out = indices_of[index_dtype(lane_count(spec))], steps_of[kind_of(spec.dtype).signed]
-            moved = _moved_together(name, some, out)
-            folded[name] = fold_changes([folded[name], moved]) if name in folded else moved
+    for name, some in moves.items():
+        moved = _moved_together(name, some, (memory[kinds[name][0]], memory[kinds[name][1]]))
+        folded[name] = fold_changes([folded[name], moved]) if name in folded else moved
     return folded
 
 
 def _moved_together(name: str, moves: Sequence[_Move], out: Changes) -> Changes:
     """All changes of moves, in memory of their own. `DeltaCorrupt`: those of one delta overlap."""
-    ends, at = [0], 0
-    for _, group in groupby(moves, key=lambda move: move.number):
-        first = len(ends) - 1
-        for move in group:
-            at += move.carry_out((out[0][at:], out[1][at:]))
-            if at > ends[-1]:
-                ends.append(at)
-        runs = sorted((int(out[0][start]), int(out[0][end - 1])) for start, end in pairwise(ends[first:]))
-        if any(after[0] <= before[1] for before, after in pairwise(runs)):
-            start = ends[first]
-            together = out[0][start:at], out[1][start:at]
-            try:
-                indices, steps = kernels().fold(together, np.array(ends[first + 1 :]) - start, apart=True)
-            except ValueError as error:
-                raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
-            together[0][:], together[1][:] = indices, steps
-            del ends[first + 1 : -1]
-    found = out[0][:at], out[1][:at]
-    if all(int(found[0][end - 1]) < int(found[0][end]) for end in ends[1:-1]):
+    ends, numbers = _carry_out(moves, out), np.array([move.number for move in moves])
+    some = np.flatnonzero(np.diff(ends, prepend=0))
+    ends, numbers, total = ends[some], numbers[some], int(ends[-1])
+    starts = np.concatenate([[0], ends[:-1]])
+    firsts, lasts = out[0][starts[: len(some)]], out[0][ends - 1]
+    order = np.lexsort((firsts, numbers))
+    same = numbers[order][1:] == numbers[order][:-1]
+    for number in np.unique(numbers[order][1:][same & (firsts[order][1:] <= lasts[order][:-1])]):
+        own = np.flatnonzero(numbers == number)  # slices along columns, whose rows alternate
+        start, end = int(starts[own[0]]), int(ends[own[-1]])
+        together = out[0][start:end], out[1][start:end]
+        try:
+            together[0][:], together[1][:] = kernels().fold(together, ends[own] - start, apart=True)
+        except ValueError as error:
+            raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
+        ends[own[:-1]] = start
+    ends = ends[np.diff(ends, prepend=0) > 0]
+    found = out[0][:total], out[1][:total]
+    if (found[0][ends[:-1] - 1] < found[0][ends[:-1]]).all():
         return found[0].copy(), found[1].copy()
-    return kernels().fold(found, np.array(ends[1:]))
+    return kernels().fold(found, ends)
+
+
+def _carry_out(moves: Sequence[_Move], out: Changes) -> Counts:
+    """Write what moves take to `out`, sorted for each move; returns where that of each ends."""
+    if all(move.way.rows is not None for move in moves):
+        indices, steps = (np.concatenate(column) for column in zip(*(move.changes for move in moves), strict=True))
+        table = np.array([(len(move.changes[0]), move.start, *(move.way.rows or ALL_ROWS)) for move in moves])
+        return kernels().place((indices, steps), table, out)
+    ends, at = [], 0
+    for move in moves:
+        at += move.carry_out((out[0][at:], out[1][at:]))
+        ends.append(at)
+    return np.array(ends)
 
 
 def _mismatches(specs: Mapping[str, TensorSpec], held: Held) -> Iterator[Mismatch]:
     for placement in held.placements:
-        spec = specs.get(placement.source)
-        if spec is None:
-            yield Mismatch("missing", placement.source, "the delta knows no such tensor")
-        elif spec.dtype != held.spec.dtype:
-            yield Mismatch("dtype", held.spec.name, f"{placement.source} is {spec.dtype}, not {held.spec.dtype}")
-        elif not placement.box.fits(spec.shape):
-            yield Mismatch("shape", placement.source, f"{placement.box} does not lie inside of {spec.describe()}")
-        elif not placement.target.fits(held.spec.shape):
-            yield Mismatch("shape", held.spec.name, f"{placement.target} does not lie inside of {held.spec.describe()}")
+        found = _mismatch(specs.get(placement.source), placement, held.spec)
+        if found is not None:
+            yield found
+
+
+@lru_cache(maxsize=1 << 14)  # deltas that follow one another are about the same tensors
+def _mismatch(spec: TensorSpec | None, placement: Placement, held: TensorSpec) -> Mismatch | None:
+    if spec is None:
+        return Mismatch("missing", placement.source, "the delta knows no such tensor")
+    if spec.dtype != held.dtype:
+        return Mismatch("dtype", held.name, f"{placement.source} is {spec.dtype}, not {held.dtype}")
+    if not placement.box.fits(spec.shape):
+        return Mismatch("shape", placement.source, f"{placement.box} does not lie inside of {spec.describe()}")
+    if not placement.target.fits(held.shape):
+        return Mismatch("shape", held.name, f"{placement.target} does not lie inside of {held.describe()}")
+    return None
 
 
 def placed_run(run: Run, spec: TensorSpec, placement: Placement, held: TensorSpec) -> Changes | None:
@@ -230,7 +252,7 @@ def placed_run(run: Run, spec: TensorSpec, placement: Placement, held: TensorSpe
         return None
     move = _Move(0, run.start, _in_rows(run, way.first, way.last), way)
     out = np.empty(len(move.changes[0]), dtype=index_dtype(lane_count(held))), np.empty_like(move.changes[1])
-    count = move.carry_out(out)
+    count = int(_carry_out([move], out)[-1])
     return out[0][:count], out[1][:count]
 
 
@@ -261,8 +283,6 @@ class _Move(NamedTuple):
     def carry_out(self, out: Changes) -> int:
         """Write those that are taken to `out`, sorted; returns how many these are."""
         way, (near, steps) = self.way, self.changes
-        if way.rows is not None:
-            return kernels().place(self.changes, self.start, way.rows, out)
         rest = near.astype(np.int64) + self.start
         rest, lane = np.divmod(rest, way.per_element) if way.per_element > 1 else (rest, 0)
         moved = lane + np.full(len(rest), way.corner)
@@ -328,6 +348,8 @@ def _in_rows(run: Run, first: int, last: int) -> Changes:
     if run.indices is None:
         found = np.flatnonzero(run.steps[first:last])
         return (found + first).astype(np.uint64), run.steps[first:last][found]
+    if not first and run.lanes <= last:
+        return run.indices, run.steps
     start, stop = span(run.indices, first, last)
     return run.indices[start:stop], run.steps[start:stop]
 

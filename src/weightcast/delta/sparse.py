@@ -84,7 +84,7 @@ def span(indices: Indices, start: int, stop: int) -> tuple[int, int]:
     """Where the indices from `start` to before `stop` lie in a sorted array."""
     item = indices.dtype.type  # a bound of another type would have the whole array converted
     first = int(indices.searchsorted(item(start)))
-    return first, len(indices) if stop > np.iinfo(item).max else int(indices.searchsorted(item(stop)))
+    return first, len(indices) if stop >> 8 * indices.itemsize else int(indices.searchsorted(item(stop)))
 
 
 def every_step(tensor: TensorDelta) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -65,9 +65,7 @@ def unpack_groups(
     With `room`, the lanes of each block, `gaps` are the lanes that change.
     """
     streams = _cut(frame, changes)
-    counts, shifts = _take_group_entries(streams[0], groups)
-    if int(counts.sum()) != changes:
-        raise DeltaCorrupt(f"the groups of a chunk have {int(counts.sum())} changes, the table says {changes}")
+    counts, shifts = _take_group_entries(streams[0], groups, changes)
     gap_symbols = np.frombuffer(decompress(streams[1], changes, "gap symbols"), dtype=np.uint8)
     nibbles = np.frombuffer(decompress(streams[3], (changes + 1) // 2, "steps"), dtype=np.uint8)
     escaped = min(stated_nbytes(streams[4], "large steps"), changes)
@@ -94,7 +92,7 @@ def _cut(frame: memoryview, changes: int) -> list[memoryview]:
         raise DeltaCorrupt(f"a chunk says that it has {stated} changes, the table says {changes}")
     if _HEAD.size + sum(sizes) != len(frame):
         raise DeltaCorrupt(f"the streams of a chunk have {sum(sizes)} bytes, not {len(frame) - _HEAD.size}")
-    ends = np.cumsum([_HEAD.size, *sizes]).tolist()
+    ends = accumulate([_HEAD.size, *sizes])
     return [frame[start:end] for start, end in pairwise(ends)]
 
 
@@ -111,22 +109,23 @@ def _group_entry(count: int, shift: int) -> bytes:
     return bytes([*entry, shift]) if count else bytes(entry)
 
 
-def _take_group_entries(stream: memoryview, groups: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def _take_group_entries(stream: memoryview, groups: int, changes: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     nbytes = stated_nbytes(stream, "the group table")
     if nbytes > 6 * groups:
         raise DeltaCorrupt(f"a group table of {nbytes} bytes is too long for {groups} groups")
     data = iter(decompress(stream, nbytes, "the group table"))
-    counts, shifts = np.zeros(groups, dtype=np.int64), np.zeros(groups, dtype=np.uint8)
+    counts, shifts = [], []
     try:
-        for group in range(groups):
-            counts[group] = _take_varint(data)
-            if counts[group]:
-                shifts[group] = next(data)
+        for _ in range(groups):
+            counts.append(_take_varint(data))
+            shifts.append(next(data) if counts[-1] else 0)
     except StopIteration:
         raise DeltaCorrupt("the group table is cut short") from None
-    if next(data, None) is not None or (groups and int(shifts.max()) > _MAX_SHIFT):
+    if next(data, None) is not None or max(shifts, default=0) > _MAX_SHIFT:
         raise DeltaCorrupt("the group table has bytes left over, or a shift that is too large")
-    return counts, shifts
+    if sum(counts) != changes:
+        raise DeltaCorrupt(f"the groups of a chunk have {sum(counts)} changes, the table says {changes}")
+    return np.array(counts, dtype=np.int64), np.array(shifts, dtype=np.uint8)
 
 
 def _take_varint(data: Iterator[int]) -> int:

@@ -66,6 +66,14 @@ def intersection(one: Box, other: Box) -> Box | None:
     return Box(tuple(starts), tuple(sizes))
 
 
+def overlap(one: Box, other: Box) -> bool:
+    """Whether both boxes have an element."""
+    return all(
+        start < other_start + other_size and other_start < start + size and size and other_size
+        for start, size, other_start, other_size in zip(one.start, one.shape, other.start, other.shape, strict=True)
+    )
+
+
 def ends_of(box: Box) -> tuple[int, ...]:
     """Where it ends along each dimension."""
     return tuple(start + size for start, size in zip(box.start, box.shape, strict=True))

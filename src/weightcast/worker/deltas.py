@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -16,11 +16,11 @@ from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, fold, move
 from weightcast.delta.container import Block, Chunk, Table, frame_of, head_of, read_table
 from weightcast.delta.decoder import decode_chunks
-from weightcast.delta.runs import Run, assemble, slice_chain, slice_runs
+from weightcast.delta.runs import Run, assemble, slice_chains, slice_runs
 from weightcast.delta.sparse import TensorDelta, check_specs, fold_tensors
 from weightcast.delta.states import block_lanes
 from weightcast.errors import DeadlineExceeded, DeltaCorrupt, UpdateCancelled, WeightcastError
-from weightcast.tensors.box_plan import intersection
+from weightcast.tensors.box_plan import intersection, overlap
 from weightcast.tensors.boxes import Box, Held, Placement, box_of
 from weightcast.tensors.digest import DEFAULT
 from weightcast.tensors.flat import Array, Bytes
@@ -88,6 +88,24 @@ class Packed:
             found += [run for run in runs if self.wanted.takes(run, one.rank)]
         return found
 
+    @property
+    def chunks(self) -> Iterator[Chunk]:
+        """All that were fetched."""
+        return (chunk for one in self.payloads for chunk in one.chunks)
+
+    def divided(self, group: Callable[[str], str]) -> dict[str, Packed]:
+        """The chunks of each group of tensors; all tensors of a chunk must be in one."""
+        found: dict[str, dict[int, list[Chunk]]] = {}
+        for number, one in enumerate(self.payloads):
+            for chunk in one.chunks:
+                found.setdefault(group(chunk.blocks[0].tensor), {}).setdefault(number, []).append(chunk)
+        return {
+            name: replace(
+                self, payloads=tuple(replace(self.payloads[number], chunks=tuple(some)) for number, some in parts.items())
+            )
+            for name, parts in found.items()
+        }
+
     def along(self, state: State | None, *, threads: int | None = None) -> Delta:
         """All changes, as a delta of whole tensors."""
         old = None if state is None else lambda block: block_lanes(state, block)
@@ -146,7 +164,7 @@ class DeltaChain:
         `Unaligned` if chunks that are needed are packed along more of the base than the rank holds.
         """
         if self.needs_no_base:
-            return slice_chain(self.packed[-1].specs, self._each_decoded(check), held)
+            return slice_chains(self.packed[-1].specs, self._decoded(check), held)
         if live is None:
             raise Unaligned("it is packed as 'classes', and the parameters are not in host memory")
         rank = _RankBase(held, live(), self.packed[-1].specs)
@@ -155,9 +173,12 @@ class DeltaChain:
             check()
         return slice_runs(self.packed[-1].specs, rank.runs(), held)
 
-    def _each_decoded(self, check: Callable[[], None]) -> Iterator[list[Run]]:
-        for one in self.packed:
-            yield one.runs(None, threads=1)
+    def _decoded(self, check: Callable[[], None]) -> Iterator[Iterator[list[Run]]]:
+        """The changes of each delta. Tensors that share no chunk come one after the other, so that what is folded is little
+        enough for the cache.
+        """
+        for part in _apart(self.packed):
+            yield (one.runs(None, threads=1) for one in part)
             check()
 
     def move(self, arrays: Mapping[str, Array], version: str, deadline: Deadline) -> None:
@@ -167,6 +188,27 @@ class DeltaChain:
             deadline.check(f"decoding the deltas to {version}")
         for delta in self.ready:
             move(arrays, delta)
+
+
+def _apart(chain: Sequence[Packed]) -> Sequence[Sequence[Packed]]:
+    """Deltas that follow one another, divided by groups of tensors that share no chunk in any of them."""
+    if len(chain) < 2:
+        return [chain]
+    leaders: dict[str, str] = {}
+
+    def leader(name: str) -> str:
+        while leaders.setdefault(name, name) != name:
+            name = leaders[name]
+        return name
+
+    for blocks in {tuple(block.tensor for block in chunk.blocks) for one in chain for chunk in one.chunks}:
+        for name in blocks[1:]:
+            leaders[leader(name)] = leader(blocks[0])
+    groups: dict[str, list[Packed]] = {}
+    for one in chain:
+        for name, some in one.divided(leader).items():
+            groups.setdefault(name, []).append(some)
+    return list(groups.values())
 
 
 # -- fetching ------------------------------------------------------------------------------------------------------
@@ -222,7 +264,7 @@ class _Wanted:
             return False
         if self.boxes is None:
             return True
-        return any(intersection(bounds, box) is not None for box in self.boxes.get(block.tensor, ()))
+        return any(overlap(bounds, box) for box in self.boxes.get(block.tensor, ()))
 
 
 def _fetched(

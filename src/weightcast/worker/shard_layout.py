@@ -75,6 +75,8 @@ class Shards:
     def named_as(self, manifest: Manifest) -> tuple[Held, ...]:
         """The same with every source under the name that holds its bytes in a version."""
         entries = manifest.by_name()
+        if all(entries[name].name == name for name in self.sources):
+            return self.held
         return tuple(
             replace(held, placements=tuple(replace(p, source=entries[p.source].name) for p in held.placements))
             for held in self.held

@@ -6,6 +6,7 @@ Read from the memory that will be live, through the declared layout, and not by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -13,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.delta.edit import TensorEdit
+from weightcast.delta.sparse import span
 from weightcast.tensors.boxes import Held, Placement
 from weightcast.tensors.flat import Array
-from weightcast.tensors.kernels import Rows
+from weightcast.tensors.kernels import ALL_ROWS, Rows
 from weightcast.tensors.lanes import Lanes, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Sum, box_sum, change_sum
@@ -102,15 +104,20 @@ def _rows_in_source(
 
     That is None if the box is not made of equal parts of rows, as in transposed parameters.
     """
+    start, stop, rows = _rows_of(held, placement, source)
+    return *span(indices, start, stop), rows
+
+
+@lru_cache(maxsize=1 << 14)  # updates that follow one another have the same layout
+def _rows_of(held: TensorSpec, placement: Placement, source: TensorSpec) -> tuple[int, int, Rows | None]:
     lanes, target = lanes_per_element(held.dtype), placement.target
     ends = [start + size - 1 for start, size in zip(target.start, target.shape, strict=True)]
-    bounds = _flat(held.shape, target.start) * lanes, (_flat(held.shape, ends) + 1) * lanes
-    first, last = np.searchsorted(indices, np.array(bounds, dtype=indices.dtype)).tolist()
+    first, last = _flat(held.shape, target.start) * lanes, (_flat(held.shape, ends) + 1) * lanes
     extra, box = len(placement.at) - len(placement.box.shape), placement.box
     if placement.transposed or not source.shape:
         return first, last, None
     if box.shape[1:] == source.shape[1:] == held.shape[extra + 1 :]:  # they follow one another in both
-        return first, last, Rows(1 << 62, 0, 1 << 62, 0, _flat(source.shape, box.start) * lanes - bounds[0])
+        return first, last, ALL_ROWS._replace(corner=_flat(source.shape, box.start) * lanes - first)
     if len(box.shape) != _MATRIX:
         return first, last, None
     row = _flat(held.shape, target.start) // held.shape[-1]

@@ -105,10 +105,11 @@ class Kernels(Protocol):
         `ValueError` if a lane is in two runs.
         """
 
-    def place(self, changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
-        """Write the changes that a box takes, at their lanes there, to `out`; returns how many these are.
+    def place(self, changes: tuple[Indices, Steps], moves: NDArray[np.int64], out: tuple[Indices, Steps]) -> Counts:
+        """Write the changes that boxes take, at their lanes there, to `out`; returns where those of each move end.
 
-        Indices count from lane `start` on. `out` has room for all changes.
+        Each move is a row: how many of the changes it is about, the lane that their indices count from, and its `Rows`.
+        `out` has room for all changes.
         """
 
     def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

@@ -8,7 +8,7 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-from weightcast.tensors.kernels import NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers, Rows
+from weightcast.tensors.kernels import NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers
 from weightcast.tensors.kernels.class_loops import loops_for
 from weightcast.tensors.kernels.jit import (
     I64,
@@ -49,6 +49,7 @@ __all__ = [
 _SMALL = 4096
 _SMALL_SYMBOLS = (np.searchsorted(FLOORS, np.arange(_SMALL), side="right") - 1).astype(np.uint8)
 _COUNTS: Any = types.UniTuple(I64, 2)
+_MOVES = types.Array(I64, 2, "C", readonly=True, aligned=False)
 _TAKEN = {-1: "a byte is not a symbol", -2: "a number has more than 32 bits", -3: "a change lies outside of its block"}
 _WINDOW = 1 << 15  # lanes that are added up at once: their totals stay in the cache
 _AHEAD = 64  # how many changes ahead memory is asked for: scattered stores wait for memory, not for the processor
@@ -237,28 +238,30 @@ def _fold(
 
 @compiled(
     *(
-        I64(read_of(i), read_of(t), I64, I64, I64, I64, I64, I64, write_of(o), write_of(t))
+        types.void(read_of(i), read_of(t), _MOVES, write_of(o), write_of(t), write_of(I64))
         for t in LANE_TYPES
         for i in INDEX_TYPES
         for o in INDEX_TYPES
     )
 )
-def _place(
-    indices: Any, steps: Any, start: Any, row: Any, skip: Any, width: Any, stride: Any, corner: Any, placed: Any, taken: Any
-) -> int:
-    """Returns how many changes were written."""
-    written, begin, end, base = np.uint64(0), np.int64(0), np.int64(0), np.int64(0)
-    for at in range(np.uint64(indices.size)):
-        lane = np.int64(indices[at]) + start
-        if lane >= end or lane < begin:  # in another row than the change before
-            number = lane // row
-            begin = number * row
-            end, base = begin + row, number * stride + corner
-        inside = lane - begin - skip
-        if 0 <= inside < width:
-            placed[written], taken[written] = base + inside, steps[at]
-            written += np.uint64(1)
-    return np.int64(written)  # type: ignore[return-value]
+def _place(indices: Any, steps: Any, moves: Any, placed: Any, taken: Any, ends: Any) -> None:
+    written, at = np.uint64(0), np.uint64(0)
+    for move in range(moves.shape[0]):
+        start, row, skip, width = moves[move, 1], moves[move, 2], moves[move, 3], moves[move, 4]
+        stride, corner = moves[move, 5], moves[move, 6]
+        begin, end, base = np.int64(0), np.int64(0), np.int64(0)
+        for _ in range(moves[move, 0]):
+            lane = np.int64(indices[at]) + start
+            if lane >= end or lane < begin:  # in another row than the change before
+                number = lane // row
+                begin = number * row
+                end, base = begin + row, number * stride + corner
+            inside = lane - begin - skip
+            if 0 <= inside < width:
+                placed[written], taken[written] = base + inside, steps[at]
+                written += np.uint64(1)
+            at += np.uint64(1)
+        ends[move] = written
 
 
 @compiled(
@@ -407,9 +410,11 @@ def fold(changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -
     return folded[:written], added[:written]
 
 
-def place(changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
+def place(changes: tuple[Indices, Steps], moves: NDArray[np.int64], out: tuple[Indices, Steps]) -> Counts:
     """See `Kernels.place`."""
-    return int(_place(*changes, start, *rows, *out))
+    ends = np.empty(len(moves), dtype=np.int64)
+    _place(*changes, moves, *out, ends)
+    return ends
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

@@ -155,14 +155,19 @@ def fold(changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -
     return indices[first][keep], added[keep]
 
 
-def place(changes: tuple[Indices, Steps], start: int, rows: Rows, out: tuple[Indices, Steps]) -> int:
+def place(changes: tuple[Indices, Steps], moves: NDArray[np.int64], out: tuple[Indices, Steps]) -> Counts:
     """See `Kernels.place`."""
-    row, inside = np.divmod(changes[0].astype(np.int64) + start, rows.length)
-    inside -= rows.skip
-    taken = np.flatnonzero((inside >= 0) & (inside < rows.width))
-    out[0][: len(taken)] = row[taken] * rows.stride + rows.corner + inside[taken]
-    out[1][: len(taken)] = changes[1][taken]
-    return len(taken)
+    ends, at, written = [], 0, 0
+    for count, start, *numbers in moves.tolist():
+        rows, indices, steps = Rows(*numbers), changes[0][at : at + count], changes[1][at : at + count]
+        row, inside = np.divmod(indices.astype(np.int64) + start, rows.length)
+        inside -= rows.skip
+        taken = np.flatnonzero((inside >= 0) & (inside < rows.width))
+        at, first, written = at + count, written, written + len(taken)
+        out[0][first:written] = row[taken] * rows.stride + rows.corner + inside[taken]
+        out[1][first:written] = steps[taken]
+        ends.append(written)
+    return np.array(ends, dtype=np.int64)
 
 
 def moved(lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

@@ -136,12 +136,12 @@ def _changed(typing_context, indices, before, after, tables, at, low, limit, awa
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         word, number, long = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-        two, four, eight = (ir.VectorType(word, length) for length in (2, 4, 8))
-        arrays = [context.make_array(kind)(context, builder, one) for kind, one in zip(signature.args, args[:4], strict=False)]
+        two, four = ir.VectorType(word, 2), ir.VectorType(word, 4)
+        arrays = [context.make_array(signature.args[place])(context, builder, args[place]) for place in range(4)]
         narrow = signature.args[0].dtype.bitwidth < 64
         bits = signature.args[1].dtype.bitwidth
         words = max(1, bits // 16)
-        count = cgutils.unpack_tuple(builder, arrays[0].shape)[0]
+        count = builder.extract_value(arrays[0].shape, 0)
         table = builder.bitcast(arrays[3].data, four.as_pointer())
         unused = ir.Constant(four, ir.Undefined)
         xored, added = ir.Constant(four, [-1, -1, 0, 0]), ir.Constant(four, [0, 0, -1, -1])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -113,6 +113,7 @@ class Part:
     ) -> None:
         self.name = name
         self._model, self._rank, self._ranks, self._names = model, rank, ranks, names
+        self._shards = lru_cache(maxsize=4)(partial(shards_of, model))  # a layout does not change
         self._buffers = Buffers()
         self._live = LiveModel(model, rank=rank, device=device, tick=tick, buffers=self._buffers)
         self._kept = KeptReceiver()
@@ -152,11 +153,11 @@ class Part:
     @property
     def layout_nbytes(self) -> int:
         """Bytes of the parameters, whether they have memory or not."""
-        return sum(one.spec.nbytes for one in shards_of(self._model).held)
+        return sum(one.spec.nbytes for one in self._shards().held)
 
     def layout(self) -> PartLayout:
         """What this rank holds of the model, under the model's own names."""
-        shards = shards_of(self._model)
+        shards = self._shards()
         boxes = [SourceBox(p.source, p.box.start, p.box.shape) for one in shards.held for p in one.placements]
         return PartLayout(boxes=tuple(boxes), sources={name: tuple(shape) for name, shape in shards.sources.items()})
 
@@ -168,7 +169,7 @@ class Part:
         held = None if action.afresh else self.held
         manifest = decode(feed.manifest, Manifest)
         others = [name for name in manifest.by_name() if feed.names and not _matches(name, feed.names)]
-        shards = shards_of(self._model, names=feed.names, ignore=(*feed.ignore, *others))
+        shards = self._shards(names=feed.names, ignore=(*feed.ignore, *others))
         ask = partial(_own_manifest, manifest, deadline)
         use, own = self._kept.open(feed.source, rank=self._rank, ask=ask)
         with ExitStack() as opened:
