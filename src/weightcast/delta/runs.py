@@ -196,12 +196,19 @@ def _moved_together(name: str, moves: Sequence[_Move], out: Changes) -> Changes:
     firsts, lasts = out[0][starts[: len(some)]], out[0][ends - 1]
     order = np.lexsort((firsts, numbers))
     same = numbers[order][1:] == numbers[order][:-1]
-    for number in np.unique(numbers[order][1:][same & (firsts[order][1:] <= lasts[order][:-1])]):
-        own = np.flatnonzero(numbers == number)  # slices along columns, whose rows alternate
+    mixed = {*numbers[order][1:][same & (firsts[order][1:] <= lasts[order][:-1])].tolist()}  # slices along columns
+    unsorted = {move.number for move in moves if not move.way.sorted}
+    for number in mixed | unsorted:
+        own = np.flatnonzero(numbers == number)
+        if not len(own):
+            continue
         start, end = int(starts[own[0]]), int(ends[own[-1]])
         together = out[0][start:end], out[1][start:end]
         try:
-            together[0][:], together[1][:] = kernels().fold(together, ends[own] - start, apart=True)
+            if number in unsorted:
+                together[0][:], together[1][:] = _in_order(together)
+            else:
+                together[0][:], together[1][:] = kernels().fold(together, ends[own] - start, apart=True)
         except ValueError as error:
             raise DeltaCorrupt(f"blocks of {name!r} overlap") from error
         ends[own[:-1]] = start
@@ -212,11 +219,20 @@ def _moved_together(name: str, moves: Sequence[_Move], out: Changes) -> Changes:
     return kernels().fold(found, ends)
 
 
+def _in_order(changes: Changes) -> Changes:
+    """`ValueError`: two are about one lane."""
+    order = np.argsort(changes[0])
+    indices = changes[0][order]
+    if (indices[1:] == indices[:-1]).any():
+        raise ValueError("changes overlap")
+    return indices, changes[1][order]
+
+
 def _carry_out(moves: Sequence[_Move], out: Changes) -> Counts:
-    """Write what moves take to `out`, sorted for each move; returns where that of each ends."""
+    """Write what moves take to `out`; returns where that of each ends."""
     if all(move.way.rows is not None for move in moves):
         indices, steps = (np.concatenate(column) for column in zip(*(move.changes for move in moves), strict=True))
-        table = np.array([(len(move.changes[0]), move.start, *(move.way.rows or ALL_ROWS)) for move in moves])
+        table = np.array([(len(one.changes[0]), one.start, *(one.way.rows or ALL_ROWS), one.way.step) for one in moves])
         return kernels().place((indices, steps), table, out)
     ends, at = [], 0
     for move in moves:
@@ -253,13 +269,15 @@ def placed_run(run: Run, spec: TensorSpec, placement: Placement, held: TensorSpe
     move = _Move(0, run.start, _in_rows(run, way.first, way.last), way)
     out = np.empty(len(move.changes[0]), dtype=index_dtype(lane_count(held))), np.empty_like(move.changes[1])
     count = int(_carry_out([move], out)[-1])
-    return out[0][:count], out[1][:count]
+    found = out[0][:count], out[1][:count]
+    return found if way.sorted else _in_order(found)
 
 
 class _Way(NamedTuple):
     """How changes of an array of `shape` move into a tensor: what is taken of each dimension, and its strides there.
 
-    Only lanes from `first` to `last` are taken. `corner` is where the first element of the array goes, or would go.
+    Only lanes from `first` to `last` are taken. `corner` is where the first element of the array goes, or would go. With
+    `rows`, neighbours in a row are `step` lanes apart in the tensor.
     """
 
     first: int
@@ -270,6 +288,12 @@ class _Way(NamedTuple):
     per_element: int
     corner: int
     rows: Rows | None
+    step: int = 1
+
+    @property
+    def sorted(self) -> bool:
+        """Whether changes keep their order, once they are moved."""
+        return self.rows is None or self.step == 1
 
 
 class _Move(NamedTuple):
@@ -314,9 +338,12 @@ def _way(box: Box | None, spec: TensorSpec, placement: Placement, held: TensorSp
     ranges = tuple((at - first, size) for at, first, size in zip(shared.start, inside.start, shared.shape, strict=True))
     row = math.prod(inside.shape[1:]) * per_element
     first, count = ranges[0] if axes else (0, 1)
-    rows = _rows(inside.shape, tuple(own), ranges, per_element, corner)
+    rows, step = _rows(inside.shape, tuple(own), ranges, per_element, corner), 1
+    if rows is None and axes == 2 and per_element == 1:  # a transposed matrix
+        (skip, width), step = ranges[1], own[1]
+        rows = Rows(row, skip, width, own[0], corner + skip * step)
     return _Way(
-        first * row, (first + count) * row, inside.shape, ranges, tuple(own), per_element, corner, rows
+        first * row, (first + count) * row, inside.shape, ranges, tuple(own), per_element, corner, rows, step
     )  # fmt: skip
 
 

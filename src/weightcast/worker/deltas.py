@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -234,14 +235,14 @@ class _Wanted:
 
     manifest: Manifest
     specs: Mapping[str, TensorSpec]
-    boxes: Mapping[str, Sequence[Box]] | None
+    boxes: Mapping[str, tuple[Box, ...]] | None
 
     @classmethod
     def of(cls, manifest: Manifest, held: Sequence[Held] | None) -> _Wanted:
-        boxes: dict[str, list[Box]] = {}
+        boxes: dict[str, tuple[Box, ...]] = {}
         for one in held or ():
             for placement in one.placements:
-                boxes.setdefault(placement.source, []).append(placement.box)
+                boxes[placement.source] = (*boxes.get(placement.source, ()), placement.box)
         specs = {entry.name: entry.spec for entry in manifest.tensors}
         return cls(manifest, specs, None if held is None else boxes)
 
@@ -264,7 +265,12 @@ class _Wanted:
             return False
         if self.boxes is None:
             return True
-        return any(overlap(bounds, box) for box in self.boxes.get(block.tensor, ()))
+        return _meets(bounds, self.boxes.get(block.tensor, ()))
+
+
+@lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
+def _meets(bounds: Box, boxes: tuple[Box, ...]) -> bool:
+    return any(overlap(bounds, box) for box in boxes)
 
 
 def _fetched(

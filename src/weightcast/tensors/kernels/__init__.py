@@ -108,8 +108,8 @@ class Kernels(Protocol):
     def place(self, changes: tuple[Indices, Steps], moves: NDArray[np.int64], out: tuple[Indices, Steps]) -> Counts:
         """Write the changes that boxes take, at their lanes there, to `out`; returns where those of each move end.
 
-        Each move is a row: how many of the changes it is about, the lane that their indices count from, and its `Rows`.
-        `out` has room for all changes.
+        Each move is a row: how many of the changes it is about, the lane that their indices count from, its `Rows`, and how
+        far neighbours in a row lie apart in the end. `out` has room for all changes.
         """
 
     def moved(self, lanes: Lanes, indices: Indices, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:

@@ -248,7 +248,7 @@ def _place(indices: Any, steps: Any, moves: Any, placed: Any, taken: Any, ends: 
     written, at = np.uint64(0), np.uint64(0)
     for move in range(moves.shape[0]):
         start, row, skip, width = moves[move, 1], moves[move, 2], moves[move, 3], moves[move, 4]
-        stride, corner = moves[move, 5], moves[move, 6]
+        stride, corner, step = moves[move, 5], moves[move, 6], moves[move, 7]
         begin, end, base = np.int64(0), np.int64(0), np.int64(0)
         for _ in range(moves[move, 0]):
             lane = np.int64(indices[at]) + start
@@ -258,7 +258,7 @@ def _place(indices: Any, steps: Any, moves: Any, placed: Any, taken: Any, ends: 
                 end, base = begin + row, number * stride + corner
             inside = lane - begin - skip
             if 0 <= inside < width:
-                placed[written], taken[written] = base + inside, steps[at]
+                placed[written], taken[written] = base + inside * step, steps[at]
                 written += np.uint64(1)
             at += np.uint64(1)
         ends[move] = written

@@ -158,13 +158,13 @@ def fold(changes: tuple[Indices, Steps], ends: Counts, *, apart: bool = False) -
 def place(changes: tuple[Indices, Steps], moves: NDArray[np.int64], out: tuple[Indices, Steps]) -> Counts:
     """See `Kernels.place`."""
     ends, at, written = [], 0, 0
-    for count, start, *numbers in moves.tolist():
+    for count, start, *numbers, step in moves.tolist():
         rows, indices, steps = Rows(*numbers), changes[0][at : at + count], changes[1][at : at + count]
         row, inside = np.divmod(indices.astype(np.int64) + start, rows.length)
         inside -= rows.skip
         taken = np.flatnonzero((inside >= 0) & (inside < rows.width))
         at, first, written = at + count, written, written + len(taken)
-        out[0][first:written] = row[taken] * rows.stride + rows.corner + inside[taken]
+        out[0][first:written] = row[taken] * rows.stride + rows.corner + inside[taken] * step
         out[1][first:written] = steps[taken]
         ends.append(written)
     return np.array(ends, dtype=np.int64)
