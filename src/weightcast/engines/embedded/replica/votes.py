@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from weightcast.engines.embedded.messages import Feed, PartLayout, Vote
 from weightcast.errors import DigestMismatch, InvalidInput, SourceFailed
@@ -18,6 +16,8 @@ from weightcast.tensors.box_plan import intersection, tiling_problems
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.sums import Sum
 from weightcast.wire.manifest import Manifest, TensorEntry
+
+_Numbers = tuple[int, ...]
 
 
 class _Holder(NamedTuple):
@@ -86,21 +86,22 @@ def check_sums(
         raise DigestMismatch(f"version {manifests[0].version} as the ranks staged it together", wrong)
 
 
-def _numbers(vote: Vote, number: int, size: int, rank: int) -> NDArray[np.uint64]:
+def _numbers(vote: Vote, number: int, size: int, rank: int) -> list[_Numbers]:
+    """What a rank voted with for each of its boxes: its two sums, and the elements in them."""
     data = vote.sums[number] if number < len(vote.sums) else b""
     if len(data) != 24 * size:
         raise SourceFailed(f"rank {rank} voted with {len(data)} bytes of sums for {size} boxes.")
-    return np.frombuffer(data, dtype="<u8").reshape(size, 3)
+    return list(struct.iter_unpack("<QQQ", data))
 
 
 def _compare(
-    entry: TensorEntry, boxes: Mapping[Box, tuple[_Holder, ...]], told: Sequence[NDArray[np.uint64]], *, proved: bool
+    entry: TensorEntry, boxes: Mapping[Box, tuple[_Holder, ...]], told: Sequence[Sequence[_Numbers]], *, proved: bool
 ) -> Iterator[tuple[str, str, str]]:
     total, elements = Sum(), 0
     for box, holders in boxes.items():
-        values: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        values: dict[_Numbers, list[int]] = {}
         for holder in holders:
-            values[tuple(told[holder.rank][holder.place].tolist())].append(holder.rank)
+            values.setdefault(told[holder.rank][holder.place], []).append(holder.rank)
         if len(values) > 1:
             described = ", ".join(f"{Sum(one, other)} at rank(s) {ranks}" for (one, other, _), ranks in values.items())
             yield f"{entry.name} at {list(box.start)} + {list(box.shape)}", "the same in every copy", described
@@ -108,8 +109,9 @@ def _compare(
         ((one, other, count),) = values
         total += Sum(one, other)
         elements += count
-    where = f"{entry.name} (held by rank(s) {sorted({holder.rank for who in boxes.values() for holder in who})})"
-    if elements and elements != prod(entry.shape):
-        yield where, f"{prod(entry.shape)} elements", f"{elements} elements"
-    elif elements and proved and entry.sum and str(total) != entry.sum:
-        yield where, entry.sum, str(total)
+    expected, found = f"{prod(entry.shape)} elements", f"{elements} elements"
+    if elements == prod(entry.shape) and proved and entry.sum:
+        expected, found = entry.sum, str(total)
+    if elements and found != expected:
+        ranks = sorted({holder.rank for who in boxes.values() for holder in who})
+        yield f"{entry.name} (held by rank(s) {ranks})", expected, found
