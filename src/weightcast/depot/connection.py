@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -376,10 +377,15 @@ def _no_route(head: Head, allowed: list[str]) -> Reply:
     return failure(404, "not_found", f"there is nothing at {head.path[:200]}.")
 
 
+@lru_cache(maxsize=2)
+def _date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)
+
+
 def _head_of(reply: Reply, *, keeps: bool) -> bytes:
     lines = [
         f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}",
-        f"Date: {formatdate(usegmt=True)}",
+        f"Date: {_date(int(time.time()))}",
         *(f"{name}: {value}" for name, value in reply.headers.items()),
     ]
     if reply.status not in (204, 304):

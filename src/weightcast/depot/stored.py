@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -125,6 +126,7 @@ class StoredShelf:
         if not (poll_s > 0 and keep_s >= 0 and linger_s >= 0):
             raise InvalidInput(f"poll_s={poll_s} must be positive, keep_s={keep_s} and linger_s={linger_s} not negative.")
         self.path = Path(path)
+        self._versions = str(layout.versions_dir(self.path))
         self._catalog = Catalog(self.path)
         self._poll_s, self._keep_s, self._linger_s = poll_s, keep_s, linger_s
         self._changed = threading.Condition()
@@ -230,7 +232,7 @@ class StoredShelf:
 
     def _taken(self, version: str) -> _Kept | None:
         """The version if it is open as it is now, or if it has left the store and is still read by who began with it."""
-        stamp = _stamp(layout.manifest_path(self.path, version))
+        stamp = _stamp(f"{self._versions}/{version}/{layout.MANIFEST}")  # for every request, and `Path` takes long
         with self._changed:
             if self._closed:
                 raise WrongState(f"read version {version}", "closed", ["open"])
@@ -349,9 +351,9 @@ def _offer(manifest: Manifest) -> Offer:
     )
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp(path: AnyPath) -> Stamp | None:
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 - not always a Path
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size
