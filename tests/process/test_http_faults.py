@@ -128,7 +128,7 @@ def test_a_connection_that_breaks_again_and_again_still_gets_there(stage: Stage)
 
     assert stage.land(stage.receiver(proxy.url)) == []
     assert all(fault.struck for fault in proxy.faults)
-    assert proxy.forwarded() == stage.nbytes
+    assert 0 <= proxy.forwarded() - stage.nbytes < 4096  # no byte twice; a few lines where ranges were asked for together
 
 
 @pytest.mark.parametrize("kind", ["cut", "truncate", "stall"])

@@ -85,9 +85,33 @@ def test_a_range_comes_as_a_part_and_says_which(depot, store, field, start, stop
     assert answer.headers["content-range"] == f"bytes {first}-{last - 1}/{len(data)}"
 
 
+def test_several_ranges_come_in_one_answer(depot, store):
+    data = part_bytes(store)
+
+    answer = ask(depot, file_path(), Range=f"bytes=0-1, 7-4999 ,5000-{len(data) - 1}")
+
+    kind, _, boundary = answer.headers["content-type"].partition("; boundary=")
+    assert (answer.status, kind) == (206, "multipart/byteranges")
+    before, *parts, after = answer.body.split(f"\r\n--{boundary}".encode())
+    assert (before, after) == (b"", b"--\r\n")
+    for part, (start, stop) in zip(parts, ((0, 2), (7, 5000), (5000, len(data))), strict=True):
+        head, _, body = part.partition(b"\r\n\r\n")
+        assert f"Content-Range: bytes {start}-{stop - 1}/{len(data)}" in head.decode().split("\r\n")
+        assert body == data[start:stop]
+
+
 @pytest.mark.parametrize(
-    "field", ["bytes=0-1,3-4", "bytes=9-5", "bytes=-", "bytes=a-b", "lines=0-1", "bytes=", "bytes=+1-2"]
+    "field",
+    ["3-4,0-1", "0-5,5-9", "0-1,99999990-99999999", "0-1,5-", "0-1,-5", "0-1,,5-6", "0-1,6-5"]
+    + [",".join(f"{number}-{number}" for number in range(0, 2 * count, 2)) for count in (65, 5000)],
 )
+def test_several_ranges_that_would_send_more_than_the_file_or_make_no_sense_are_the_whole_file(depot, store, field):
+    answer = ask(depot, file_path(), Range=f"bytes={field}")
+
+    assert (answer.status, len(answer.body)) == (200, len(part_bytes(store)))
+
+
+@pytest.mark.parametrize("field", ["bytes=9-5", "bytes=-", "bytes=a-b", "lines=0-1", "bytes=", "bytes=+1-2"])
 def test_what_is_not_one_range_is_answered_with_the_whole_file(depot, store, field):
     answer = ask(depot, file_path(), Range=field)
 

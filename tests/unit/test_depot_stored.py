@@ -52,7 +52,8 @@ def opened(store):
 
 def test_a_holding_gives_files(store, shelf):
     with shelf.holding("step_1") as holding:
-        assert decode_manifest(holding.encoded, "x") == holding.manifest == store.manifest("step_1")
+        assert decode_manifest(holding.encoded, "x") == store.manifest("step_1")
+        assert holding.manifest.listed_files == store.manifest("step_1").listed_files
         assert dict(holding.files) == {
             file: (store.path / "versions" / "step_1" / file).stat().st_size
             for file in (PART, "config.json", "nothing.txt", "model.safetensors.index.json")
@@ -138,7 +139,7 @@ def test_a_version_that_was_replaced_by_another_of_its_name_is_not_mixed_up(stor
             store.gc(keep_last=1)
             store.publish("step_1", tensors(2), mode="full")
             with shelf.holding("step_1") as new:
-                assert new.manifest == store.manifest("step_1")
+                assert new.manifest.listed_files == store.manifest("step_1").listed_files
                 assert new.manifest.root_digest != old.manifest.root_digest
                 assert bytes(new.views(PART, 0, 5000, deadline=soon())[0]) == part_bytes(store)[:5000]
         assert {offer.root_digest for offer in shelf.offers()} >= {store.manifest("step_1").root_digest}
@@ -157,7 +158,9 @@ def test_a_payload_that_a_fold_replaced_can_still_be_had_by_those_who_began_with
         with shelf.holding("step_3") as after:
             new = after.manifest.payloads[0]
             assert new.file != old.file
-            assert after.manifest.base.version == "step_1"
+            base = decode_manifest(after.encoded, "x").base
+            assert base is not None
+            assert base.version == "step_1"
             for payload in (old, new):
                 assert sum(map(len, after.views(payload.file, 0, payload.nbytes, deadline=soon()))) == payload.nbytes
 

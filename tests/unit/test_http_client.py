@@ -24,7 +24,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.transports.http.access import Access
-from weightcast.transports.http.client import DepotClient, OtherBytes, parse_address
+from weightcast.transports.http.client import DepotClient, OneRange, OtherBytes, parse_address
 from weightcast.wire.depot import Catalogue, file_tag
 
 TOKEN = "a-token-that-nobody-should-ever-see"
@@ -264,6 +264,51 @@ def test_the_answer_to_a_range_must_be_that_range_of_that_file(store, asking, he
         asking(server.url).read(manifest, file, 0, memoryview(memory), deadline=soon())
     assert type(raised.value) is error
     assert memory == b"good"
+
+
+def several(*parts: tuple[str, bytes], **headers: str) -> bytes:
+    body = b"".join(b"\r\n--x\r\ncontent-range: bytes %b\r\n\r\n%b" % (where.encode(), data) for where, data in parts)
+    kind = {"Content_Type": "multipart/byteranges; boundary=x"}
+    return reply(body + b"\r\n--x--\r\n", "206 Partial Content", **kind | headers)
+
+
+def test_several_ranges_come_in_one_answer_and_the_connection_is_kept(store, asking):
+    manifest = publish(store, mib=0.1)
+    file = manifest.parts[0].file
+    with Scripted(several(("0-3/100", b"good"), ("9-10/100", b"ok")), EMPTY) as server:
+        client = asking(server.url)
+        with client.opened_ranges(manifest, file, [(0, 4), (9, 11)], deadline=soon()) as response:
+            for start, data in ((0, b"good"), (9, b"ok")):
+                memory = bytearray(len(data))
+                response.begin(start, start + len(data))
+                response.readinto(memoryview(memory))
+                assert memory == data
+        client.catalogue(deadline=soon())
+        assert client.takes_several
+    assert "Range: bytes=0-3,9-10" in server.requests[0]
+    assert server.accepted == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply(b"the whole file"),
+        reply(b"good", "206 Partial Content", Content_Range="bytes 0-3/100"),
+        several(("0-10/100", b"good.....ok")),
+        several(("9-10/100", b"ok"), ("0-3/100", b"good")),
+        several(("0-3/100", b"good"), Content_Length="40"),
+    ],
+)
+def test_a_server_that_answers_several_ranges_otherwise_is_asked_for_one_from_then_on(store, asking, answer):
+    manifest = publish(store, mib=0.1)
+    with Scripted(answer) as server:
+        client = asking(server.url)
+        with (
+            pytest.raises(OneRange),
+            client.opened_ranges(manifest, manifest.parts[0].file, [(0, 4), (9, 11)], deadline=soon()) as response,
+        ):
+            response.begin(0, 4)
+        assert not client.takes_several
 
 
 def test_a_manifest_with_a_flipped_bit_or_of_another_version_is_refused(store, asking):

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from http_depots import CERT, KEY, depots, expected, memories, publish, soon, version, wrong
+from http_depots import CERT, KEY, Scripted, depots, expected, memories, publish, soon, version, wrong
 from weightcast import LiveModel, Store
 from weightcast.clock import Deadline
 from weightcast.errors import (
@@ -333,6 +333,26 @@ def test_any_ranges_of_files_are_fetched_those_that_overlap_too(store, receiving
             told = sorted(fetch(manifest, wanted, deadline=soon()))
             assert told == list(range(len(wanted)))
             assert all(one.memory.tobytes() == files[one.file][one.start :][: len(one.memory)] for one in wanted)
+
+
+def test_small_ranges_of_a_file_come_with_one_request_and_those_that_did_not_come_are_asked_for_again(store, receiving):
+    manifest = publish(store)
+    file = manifest.parts[0].file
+    data = (store.path / "versions" / "step_1" / file).read_bytes()
+    wanted = [Range(file, 10_000 * number, np.zeros(5_000, np.uint8)) for number in range(20)]
+    head = (
+        b"HTTP/1.1 206 Partial Content\r\nContent-Type: multipart/byteranges; boundary=x\r\nContent-Length: 200000\r\n\r\n"
+    )
+    part = b"--x\r\nContent-Range: bytes 0-4999/%d\r\n\r\n" % len(data) + data[:5_000]
+    with depots(store) as served, Scripted(head + part + b"\r\n--x\r\n", keep=False) as broken:
+        for urls in ([served[0].url], [broken.url, served[0].url]):
+            for one in wanted:
+                one.memory[:] = 0
+            before = served[0].stats().requests
+            receiver = receiving(urls, connections=1, spread=1)
+            assert sorted(receiver.ranges(manifest, wanted, deadline=soon())) == list(range(20))
+            assert all(one.memory.tobytes() == data[one.start :][:5_000] for one in wanted)
+            assert served[0].stats().requests == before + 1
 
 
 def test_a_piece_that_a_depot_has_wrong_comes_from_another_and_one_that_all_have_wrong_is_refused(tmp_path, receiving):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ HEAD_S = 5.0  # for a request up to its token: a client that has not shown one i
 STALLED_S = 1.0  # a client in the middle of a request makes room if it has not moved for so long
 _LINGER_S = 1.0
 _READ_NBYTES = 64 << 10
+_SMALL_NBYTES = 1 << 10  # a block that is not worth a packet of its own, as the head of a range
 _BODY_NBYTES_PER_S = 100_000  # a body must come at least this fast, after `stall_s`
 _TLS_NBYTES = 256 << 10  # what is sent over TLS at once: a call returns only when all of it was taken, unlike a plain one
 
@@ -281,7 +283,7 @@ class Connection:
             answer = b"".join((head, *reply.body))
             self._send(memoryview(answer))
             return len(answer) == len(head) + reply.nbytes
-        self._send(memoryview(head))
+        self._send(memoryview(head), more=reply.nbytes > 0)
         left = reply.nbytes
         try:
             for block in reply.body:
@@ -295,7 +297,7 @@ class Connection:
                     nbytes = view.nbytes
                     if nbytes > left:
                         break
-                    self._send(view)
+                    self._send(view, more=nbytes < min(left, _SMALL_NBYTES))
                 left -= nbytes
             else:
                 if left == 0:
@@ -306,12 +308,12 @@ class Connection:
         log.error("client cut", why=f"its answer was to have {reply.nbytes} bytes, not more or less")
         return False
 
-    def _send(self, data: memoryview) -> None:
-        """Send all of it. Every call must get on in time: the timeout of the socket."""
-        most = len(data) if self._service.tls is None else _TLS_NBYTES
+    def _send(self, data: memoryview, *, more: bool = False) -> None:
+        """Send all of it. Every call must get on in time: the timeout of the socket. `more`: what follows goes with it."""
+        most, flags = (len(data), socket.MSG_MORE if more else 0) if self._service.tls is None else (_TLS_NBYTES, 0)
         while data:
             self.waits_since = time.monotonic()
-            sent = self._socket.send(data[:most])
+            sent = self._socket.send(data[:most], flags)
             self.waits_since = None
             self.sent_nbytes += sent
             data = data[sent:]
@@ -375,10 +377,15 @@ def _no_route(head: Head, allowed: list[str]) -> Reply:
     return failure(404, "not_found", f"there is nothing at {head.path[:200]}.")
 
 
+@lru_cache(maxsize=2)
+def _date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)
+
+
 def _head_of(reply: Reply, *, keeps: bool) -> bytes:
     lines = [
         f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}",
-        f"Date: {formatdate(usegmt=True)}",
+        f"Date: {_date(int(time.time()))}",
         *(f"{name}: {value}" for name, value in reply.headers.items()),
     ]
     if reply.status not in (204, 304):

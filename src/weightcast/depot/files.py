@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import FileRange, Reply, Request, Route
 from weightcast.depot.holding import Holding, Shelf
-from weightcast.depot.ranges import asked_range, names_tag
+from weightcast.depot.ranges import asked_range, asked_ranges, names_tag
 from weightcast.depot.replies import failure
 from weightcast.errors import InvalidInput, NotFound, VersionNotSet
 from weightcast.store.layout import MANIFEST
@@ -27,6 +28,7 @@ Block = memoryview | FileRange
 MAX_WAIT_S = 60.0
 BLOCK_NBYTES = 4 << 20  # sent at a time: measured fastest over loopback, and every block is looked at before it is sent
 BLOCK_WAIT_S = 60.0  # for a block that is still on its way here
+_BOUNDARY = secrets.token_hex(16)  # between ranges: in no file but by chance
 _SLICE_S = 0.1  # how soon a waiting request notices that the depot closes
 
 
@@ -106,6 +108,9 @@ class FileRoutes:
             return failure(412, "conflict", message, {"ETag": tag})
         if names_tag(request.headers.get("if-none-match", ""), tag, weak=True):
             return Reply(304, headers=headers)
+        several = asked_ranges(request.headers, tag, nbytes) if request.method == "GET" else []
+        if several:
+            return self._several(holding, name, several, headers, stack)
         asked = asked_range(request.headers, tag, nbytes) if request.method == "GET" else None
         start, stop = asked if asked is not None else (0, nbytes)
         if asked is not None and start >= stop:
@@ -115,16 +120,42 @@ class FileRoutes:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
         body: Iterator[Block] | tuple[()] = ()
         if request.method == "GET":
-            blocks = self._blocks(holding, name, start, stop)
-            first = next(blocks, None)  # a problem becomes a status
-            body = blocks if first is None else chain((first,), blocks)
-            stack.callback(blocks.close)
+            body = _begun(self._blocks(holding, name, start, stop), stack)
         return Reply(206 if asked is not None else 200, body, stop - start, headers)
+
+    def _several(
+        self, holding: Holding, name: str, ranges: list[tuple[int, int]], headers: dict[str, str], stack: ExitStack
+    ) -> Reply:
+        """Several ranges in one answer: `multipart/byteranges`."""
+        kind, nbytes = headers["Content-Type"], holding.files[name]
+        heads = [
+            f"\r\n--{_BOUNDARY}\r\nContent-Type: {kind}\r\nContent-Range: bytes {start}-{stop - 1}/{nbytes}\r\n\r\n".encode()
+            for start, stop in ranges
+        ]
+        end = f"\r\n--{_BOUNDARY}--\r\n".encode()
+
+        def blocks() -> Generator[Block, None, None]:
+            for head, (start, stop) in zip(heads, ranges, strict=True):
+                body = _begun(self._blocks(holding, name, start, stop), stack)
+                yield memoryview(head)
+                yield from body
+            yield memoryview(end)
+
+        size = sum(map(len, heads)) + sum(stop - start for start, stop in ranges) + len(end)
+        headers["Content-Type"] = f"multipart/byteranges; boundary={_BOUNDARY}"
+        return Reply(206, _begun(blocks(), stack), size, headers)
 
     def _blocks(self, holding: Holding, name: str, start: int, stop: int) -> Generator[Block, None, None]:
         for at in range(start, stop, BLOCK_NBYTES):
             deadline = Deadline.after(BLOCK_WAIT_S, cancelled=self._closing)
             yield from holding.sendable(name, at, min(at + BLOCK_NBYTES, stop), deadline=deadline)
+
+
+def _begun(blocks: Generator[Block, None, None], stack: ExitStack) -> Iterator[Block]:
+    """The blocks, the first of which is there: so a problem with it becomes a status."""
+    stack.callback(blocks.close)
+    first = next(blocks, None)
+    return blocks if first is None else chain((first,), blocks)
 
 
 def _size(holding: Holding, name: str) -> int:

@@ -120,10 +120,12 @@ def _place(target: str) -> tuple[tuple[str, ...], dict[str, str]] | Refusal:
             return _malformed(f"{target[:80]!r} is not a path")
         path, _, query_text = (target if target.startswith("/") else f"{parts.path or '/'}?{parts.query}").partition("?")
         segments = tuple(unquote(segment, encoding="utf-8", errors="strict") for segment in path.split("/")[1:])
-        query = dict(parse_qsl(query_text, keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS))
+        pairs = (
+            parse_qsl(query_text, keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS) if query_text else ()
+        )
     except (ValueError, UnicodeError) as error:
         return _malformed(f"{target[:80]!r} is not a path: {error}")
-    return segments, query
+    return segments, dict(pairs)
 
 
 def _malformed(problem: str) -> Refusal:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
+MAX_RANGES = 64  # in one request
+
+_SEVERAL = re.compile(r"bytes=[ \t]*(\d{1,18}-\d{1,18}(?:[ \t]*,[ \t]*\d{1,18}-\d{1,18})+)[ \t]*", re.ASCII | re.IGNORECASE)
 _RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 
 
@@ -27,6 +31,22 @@ def asked_range(headers: Mapping[str, str], tag: str, nbytes: int) -> tuple[int,
     if not last:
         return None
     return max(0, nbytes - int(last)), nbytes
+
+
+def asked_ranges(headers: Mapping[str, str], tag: str, nbytes: int) -> list[tuple[int, int]]:
+    """Start and stop of each of several ranges; empty if not several are asked for. Then `asked_range` says what is.
+
+    Only ranges that lie in the file one after another count: so nobody is sent more bytes than the file has.
+    """
+    found = _SEVERAL.fullmatch(headers.get("range", ""))
+    if found is None or headers.get("if-range", tag) != tag:
+        return []
+    texts = found[1].split(",", MAX_RANGES)
+    if len(texts) > MAX_RANGES:
+        return []
+    ranges = [(int(first), int(last) + 1) for first, _, last in (text.partition("-") for text in texts)]
+    apart = all(before[1] <= after[0] for before, after in pairwise(ranges))
+    return ranges if apart and ranges[-1][1] <= nbytes and all(start < stop for start, stop in ranges) else []
 
 
 def names_tag(field: str, tag: str, *, weak: bool) -> bool:

@@ -19,7 +19,9 @@ class Routes:
             if route.method in handlers:
                 raise InvalidInput(f"the route {route.method} {route.pattern} is given twice.")
             handlers[route.method] = route.handler
-        self._order = sorted(self._routes, key=lambda pattern: [_is_name(segment) for segment in pattern])
+        self._order: dict[int, list[tuple[str, ...]]] = {}  # by the number of segments
+        for pattern in sorted(self._routes, key=lambda pattern: [_is_name(segment) for segment in pattern]):
+            self._order.setdefault(len(pattern), []).append(pattern)
 
     def find(self, method: str, path: Sequence[str]) -> tuple[Handler, Mapping[str, str]] | list[str]:
         """The handler and the values of the names in its pattern; else the methods that the path has: none if it is none.
@@ -27,7 +29,7 @@ class Routes:
         HEAD is answered by whoever answers GET.
         """
         allowed: set[str] = set()
-        for pattern in self._order:
+        for pattern in self._order.get(len(path), ()):
             values = _match(pattern, path)
             if values is None:
                 continue
@@ -44,8 +46,6 @@ def _is_name(segment: str) -> bool:
 
 
 def _match(pattern: tuple[str, ...], path: Sequence[str]) -> dict[str, str] | None:
-    if len(pattern) != len(path):
-        return None
     values = {}
     for wanted, given in zip(pattern, path, strict=True):
         if _is_name(wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ from weightcast.store.catalog import Catalog
 from weightcast.store.files import read_small
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
 from weightcast.wire.depot import Newest, Offer
-from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Manifest, check_version_id, decode_manifest
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Listing, Manifest, check_version_id, decode_listing
 
 log = logs.get(__name__)
 
@@ -53,7 +54,7 @@ class StoredVersion:
     open. The size of a file is compared with the manifest when it is opened and before each block is given out.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, encoded: bytes) -> None:
+    def __init__(self, directory: Path, manifest: Listing, encoded: bytes) -> None:
         self.manifest = manifest
         self._encoded = encoded
         self._sizes = {file: entry.nbytes for file, entry in manifest.listed_files.items()}
@@ -125,6 +126,7 @@ class StoredShelf:
         if not (poll_s > 0 and keep_s >= 0 and linger_s >= 0):
             raise InvalidInput(f"poll_s={poll_s} must be positive, keep_s={keep_s} and linger_s={linger_s} not negative.")
         self.path = Path(path)
+        self._versions = str(layout.versions_dir(self.path))
         self._catalog = Catalog(self.path)
         self._poll_s, self._keep_s, self._linger_s = poll_s, keep_s, linger_s
         self._changed = threading.Condition()
@@ -196,8 +198,8 @@ class StoredShelf:
                 return
             newest, trouble = None, ""
             try:
-                manifest = self._catalog.manifest(self._catalog.newest())
-                newest = Newest(manifest.version, manifest.sequence, manifest.root_digest)
+                _, listing = self._described(self._catalog.newest())
+                newest = Newest(listing.version, listing.sequence, listing.root_digest)
             except (VersionNotSet, StoreNotFound) as error:
                 log.debug("no newest version", store=self.path, error=error)
             except WeightcastError as error:
@@ -230,7 +232,7 @@ class StoredShelf:
 
     def _taken(self, version: str) -> _Kept | None:
         """The version if it is open as it is now, or if it has left the store and is still read by who began with it."""
-        stamp = _stamp(layout.manifest_path(self.path, version))
+        stamp = _stamp(f"{self._versions}/{version}/{layout.MANIFEST}")  # for every request, and `Path` takes long
         with self._changed:
             if self._closed:
                 raise WrongState(f"read version {version}", "closed", ["open"])
@@ -271,17 +273,24 @@ class StoredShelf:
         while True:
             stamp = _stamp(path)
             try:
-                data = read_small(path, MAX_MANIFEST_NBYTES)
-                manifest = decode_manifest(data, path)
-                if manifest.version != version:
-                    raise ManifestCorrupt(path, f"it describes version {manifest.version}")
+                data, listing = self._described(version)
                 if stamp is not None:
-                    return _Kept(stamp, StoredVersion(path.parent, manifest, data))
-            except FileNotFoundError:
-                raise VersionNotFound(version, self.path, self._catalog.present()) from None
+                    return _Kept(stamp, StoredVersion(path.parent, listing, data))
             except PartCorrupt:
                 if _stamp(path) == stamp:  # else it was removed or folded meanwhile
                     raise
+
+    def _described(self, version: str) -> tuple[bytes, Listing]:
+        """The bytes of a manifest, and the files that it lists."""
+        path = layout.manifest_path(self.path, check_version_id(version))
+        try:
+            data = read_small(path, MAX_MANIFEST_NBYTES)
+        except FileNotFoundError:
+            raise VersionNotFound(version, self.path, self._catalog.present()) from None
+        listing = decode_listing(data, path)
+        if listing.version != version:
+            raise ManifestCorrupt(path, f"it describes version {listing.version}")
+        return data, listing
 
     # -- the thread that looks after both -----------------------------------------------------------------------------
 
@@ -342,9 +351,9 @@ def _offer(manifest: Manifest) -> Offer:
     )
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp(path: AnyPath) -> Stamp | None:
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 - not always a Path
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,8 +42,13 @@ CONNECTIONS = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 STALL_S = 10.0
 CONNECT_S = 5.0
 _POLL_S = 1.0  # between two looks at version.yaml
+_END_S, _MAX_END_NBYTES = 1.0, 256  # for what follows the last of several ranges
 _MAX_FAILURE_NBYTES = 1 << 20
 _MAX_ANSWER_NBYTES = 1 << 30
+
+_CONTENT_RANGE = re.compile(rb"^content-range:[ \t]*bytes (\d{1,18})-(\d{1,18})/", re.IGNORECASE | re.MULTILINE)
+
+log = logs.get(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -55,6 +61,25 @@ class Response:
         self.nbytes = self.left = left  # of the body, and of it still to come
         self.connection, self._keep = connection, head.keep
         self._patience = patience
+        self.several = False  # ranges, each of which begins with lines of its own
+
+    def begin(self, start: int, stop: int) -> None:
+        """Wait for a range, all bytes of which come next. Raises `OneRange` if it is another one."""
+        if not self.several:
+            return
+        lines = self.connection.lines(self._patience)
+        self.left -= len(lines) + len(b"\r\n\r\n")
+        told = _CONTENT_RANGE.search(lines)
+        if told is None or (int(told[1]), int(told[2]) + 1) != (start, stop) or self.left < stop - start:
+            raise OneRange(f"{self.connection.url} was asked for bytes {start} to {stop} and answers {lines[:200]!r}.")
+
+    def end(self) -> None:
+        """Receive the few bytes that follow the last of several ranges. Without them the connection is not used again."""
+        if self.several and self.left <= _MAX_END_NBYTES:
+            patience = Patience(self.connection.url, self._patience.what, deadline=Deadline.after(_END_S), stall_s=_END_S)
+            with suppress(SourceFailed, DeadlineExceeded):  # nobody waits for them, so whoever cancels means something else
+                while self.left:
+                    self.left -= self.connection.receive([memoryview(bytearray(self.left))], patience)
 
     def receive(self, views: Sequence[memoryview]) -> int:
         """Fill the first bytes of `views`, which are no more than are `left`, with those that come next; how many came."""
@@ -116,6 +141,7 @@ class DepotClient:
         self._access, self._keep, self._stall_s = access or Access(), connections, stall_s
         self._connect_s = min(connect_s, stall_s)
         self._is_plain = False
+        self.takes_several = True  # ranges in one request: as far as is known
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._lock = threading.Lock()
@@ -181,7 +207,17 @@ class DepotClient:
         self, manifest: Manifest, file: str, start: int, stop: int, *, deadline: Deadline
     ) -> Iterator[Response]:
         """The answer with a range of a file. Raises `SourceFailed` if it is a depot that has other bytes under that name."""
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        with self.opened_ranges(manifest, file, [(start, stop)], deadline=deadline) as response:
+            yield response
+
+    @contextmanager
+    def opened_ranges(
+        self, manifest: Manifest, file: str, ranges: Sequence[tuple[int, int]], *, deadline: Deadline
+    ) -> Iterator[Response]:
+        """The same with several ranges, one after the other; `Response.begin` comes before the bytes of each. Raises
+        `OneRange` if the server does not send several in one answer, as not all do: then it is not asked for that again.
+        """
+        headers = {"Range": "bytes=" + ",".join(f"{start}-{stop - 1}" for start, stop in ranges)}
         path = store_path(manifest.version, file)
         with self.stream("GET", path, None, deadline=deadline, headers=headers) as response:
             tag, found = file_tag(manifest, file), response.headers.get("etag", "")
@@ -190,6 +226,10 @@ class DepotClient:
                     f"{self.url} has other bytes than were asked for as {file} of version {manifest.version}: {found} and "
                     f"not {tag}."
                 )
+            if len(ranges) > 1:
+                yield from self._several(response)
+                return
+            start, stop = ranges[0]
             told = response.headers.get("content-range", "").partition("/")[0]
             if (response.status, told, response.left) != (206, f"bytes {start}-{stop - 1}", stop - start):
                 raise SourceFailed(
@@ -197,6 +237,19 @@ class DepotClient:
                     f"{response.left} byte(s), {told or 'of no range'}."
                 )
             yield response
+
+    def _several(self, response: Response) -> Iterator[Response]:
+        kind = response.headers.get("content-type", "").lower()
+        try:
+            if response.status != 206 or not kind.startswith("multipart/byteranges"):
+                raise OneRange(f"{self.url} does not send several ranges in one answer.")
+            response.several = True
+            yield response
+        except OneRange as error:
+            log.debug("ranges asked for one by one", url=self.url, why=error)
+            self.takes_several = False
+            raise
+        response.end()
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -327,6 +380,10 @@ class DepotClient:
 
 class OtherBytes(SourceFailed):
     """A depot has a version of that name, and it is another one."""
+
+
+class OneRange(SourceFailed):
+    """A server sends one range at a time."""
 
 
 class NoSuchPath(NotFound):

@@ -67,7 +67,7 @@ class Connection:
     def __init__(self, address: Address, access: Access, patience: Patience) -> None:
         self.url = address.url
         self.used = False
-        self._early = memoryview(b"")  # bytes of a body that came with its head
+        self._early = memoryview(b"")  # bytes that came with a head, or the lines before a range
         self._encrypted = address.scheme == "https"
         self._sock = _connect(address, patience)
         try:
@@ -116,18 +116,19 @@ class Connection:
 
     def head(self, patience: Patience) -> Head:
         """Wait for the head of the answer."""
-        data = bytearray()
         while True:
-            end = data.find(b"\r\n\r\n")
-            if end < 0 and len(data) <= _MAX_HEAD_NBYTES:
-                data += self._first(data, patience)
-                continue
-            head = _parsed(bytes(data[: max(end, 0)]), self.url)
-            del data[: end + 4]
+            head = _parsed(self.lines(patience), self.url)
             if head.status >= 200:
                 self.used = True
-                self._early = memoryview(bytes(data))
                 return head
+
+    def lines(self, patience: Patience) -> bytes:
+        """What comes next, up to an empty line and without it. Nothing if there is none for too long."""
+        data = bytearray(self._early)
+        while (end := data.find(b"\r\n\r\n")) < 0 and len(data) <= _MAX_HEAD_NBYTES:
+            data += self._first(data, patience)
+        self._early = memoryview(bytes(data[end + 4 :]))
+        return bytes(data[: max(end, 0)])
 
     def _first(self, before: bytearray, patience: Patience) -> memoryview:
         block = memoryview(bytearray(_HEAD_NBYTES))

@@ -14,7 +14,7 @@ from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import DeadlineExceeded, UpdateCancelled, WeightcastError
 from weightcast.transports.base import UNSEEN, Landed, Witness
-from weightcast.transports.http.client import Response
+from weightcast.transports.http.client import OneRange, Response
 from weightcast.transports.http.connection import Connection
 from weightcast.transports.http.depots import MIN_NBYTES, Depot, Depots
 from weightcast.transports.http.patience import TICK_S
@@ -25,6 +25,7 @@ log = logs.get(__name__)
 
 BLOCK_NBYTES = 8 << 20  # told at once: costs few turns of the threads
 STEAL_S = 1.0  # a depot that sends nothing for so long is passed over, if another one has nothing to do
+MAX_RANGES = 32  # in one request: depots take more, and other servers may not
 _JOIN_S = 5.0
 _SILENCE = 1.5  # times the stall of one depot, until all of them count as silent
 _SLOWER = 2.0  # from when on it is worth to take over half of what another depot still has to send
@@ -173,30 +174,30 @@ class Fetch:
 
     def _work(self, depot: Depot) -> None:
         try:
-            while (flight := self._take(depot)) is not None:
-                self._fly(flight)
+            while flights := self._take(depot):
+                self._fly(flights)
         except BaseException as error:  # noqa: BLE001 - the deadline, or a mistake of ours: the caller is told
             if not self._stop.is_set():
                 self._told.put(error)
 
-    def _take(self, depot: Depot) -> _Flight | None:
-        """The next range for a depot, once there is one; None when it is over."""
+    def _take(self, depot: Depot) -> list[_Flight]:
+        """The next ranges for a depot, to be asked for together, once there are any; none when it is over."""
         with self._turn:
             while not self._stop.is_set():
-                span = self._next(depot)
-                if span is not None:
-                    flight = _Flight(*span, depot)
-                    self._flying.add(flight)
-                    return flight
+                if flights := [_Flight(*span, depot) for span in self._next(depot)]:
+                    for flight in flights[1:]:
+                        flight.begun = flight.since = math.inf  # nobody takes over what has not begun
+                    self._flying.update(flights)
+                    return flights
                 self._turn.wait(TICK_S)
-            return None
+            return []
 
-    def _next(self, depot: Depot) -> _Span | None:
+    def _next(self, depot: Depot) -> list[_Span]:
         if self._depots.resting(depot):
-            return None
+            return []
         avoid = self._avoid if any(not one.failed for one in self._depots.all if one not in self._avoid) else ()
         if depot in avoid:
-            return None
+            return []
         if not self._depots.called(depot, avoid):
             return self._stuck(depot)
         if not self._waiting:
@@ -204,15 +205,27 @@ class Fetch:
         stretch, start, stop = self._waiting[0]
         workers = len(self._threads)
         share = self._left // (2 * workers) if workers > 1 else self._left  # so that all end at about the same time
-        end = stretch.cut(start, stop, max(MIN_NBYTES, min(depot.request_nbytes, share)))
+        most = max(MIN_NBYTES, min(depot.request_nbytes, share))
+        end = stretch.cut(start, stop, most)
         if not self._depots.worthwhile(depot, end - start, self._left):
-            return None
+            return []
         self._waiting.popleft()
         if end < stop:
-            self._waiting.appendleft((stretch, end, stop))
-        return stretch, start, end
+            self._waiting.appendleft((stretch, end, stop))  # which is more than there is room for in this request
+        return [(stretch, start, end), *self._following(depot, stretch.file, end, most - (end - start))]
 
-    def _stuck(self, depot: Depot) -> _Span | None:
+    def _following(self, depot: Depot, file: str, end: int, most: int) -> Iterator[_Span]:
+        """The ranges that follow in a file, to be asked for in the same request: up to so many bytes."""
+        for _ in range(MAX_RANGES - 1 if depot.client.takes_several else 0):
+            if not self._waiting:
+                return
+            stretch, start, stop = self._waiting[0]
+            if stretch.file != file or start < end or stop - start > most:
+                return
+            end, most = stop, most - (stop - start)
+            yield self._waiting.popleft()
+
+    def _stuck(self, depot: Depot) -> list[_Span]:
         """Take over from a depot that sends nothing what is not being written at this moment; that comes back when its
         connection ends.
         """
@@ -224,10 +237,10 @@ class Fetch:
                 flight.revoked, flight.stop = True, start
                 if flight.connection is not None:
                     flight.connection.abort()
-                return (flight.stretch, start, stop) if start < stop else None
-        return None
+                return [(flight.stretch, start, stop)] if start < stop else []
+        return []
 
-    def _half(self, depot: Depot) -> _Span | None:
+    def _half(self, depot: Depot) -> list[_Span]:
         """Take over half of what a slower depot still has to send."""
         now = monotonic()
         for flight in self._elsewhere(depot):
@@ -238,8 +251,8 @@ class Fetch:
             mine_s = (stop - start) / 2 / depot.rate + (depot.first_byte_s or 0.0) if depot.rate else 0.0
             if stop - start >= 2 * MIN_NBYTES and late_s > _SLOWER * mine_s + self._steal_s / 4:
                 flight.stop = middle = start + (stop - start) // 2
-                return flight.stretch, middle, stop
-        return None
+                return [(flight.stretch, middle, stop)]
+        return []
 
     def _elsewhere(self, depot: Depot) -> list[_Flight]:
         """What other depots are at work on. One that has just failed must not take anything from them."""
@@ -247,24 +260,37 @@ class Fetch:
             return []
         return [flight for flight in self._flying if flight.depot is not depot and not flight.revoked]
 
-    def _fly(self, flight: _Flight) -> None:
-        depot, file = flight.depot, flight.stretch.file
+    def _fly(self, flights: Sequence[_Flight]) -> None:
+        """Ask for ranges of a file in one request."""
+        depot, file, at = flights[0].depot, flights[0].stretch.file, 0
+        ranges = [(flight.at, flight.stop) for flight in flights]
         try:
-            with depot.client.opened_range(self._manifest, file, flight.at, flight.stop, deadline=self._until) as response:
-                self._answered(flight, response.connection)
-                while self._granted(flight):
-                    self._receive(flight, response)
+            with depot.client.opened_ranges(self._manifest, file, ranges, deadline=self._until) as response:
+                for at, flight in enumerate(flights):
+                    response.begin(*ranges[at])
+                    self._answered(flight, response.connection)
+                    while self._granted(flight):
+                        self._receive(flight, response)
+                    if flight.at < ranges[at][1]:
+                        break  # the rest comes from elsewhere, so what follows it cannot be reached
+                    if at + 1 < len(flights):
+                        self._end(flight, None)
         except (DeadlineExceeded, UpdateCancelled):
             raise  # the caller's, not the depot's
+        except OneRange:
+            self._end_all(flights[at:], None)  # they are asked for one by one from now on
         except WeightcastError as error:
-            self._end(flight, error)
+            self._end_all(flights[at:], error)
         else:
-            self._end(flight, None)
+            self._end_all(flights[at:], None)
 
     def _answered(self, flight: _Flight, connection: Connection) -> None:
         with self._turn:
             flight.connection, flight.since = connection, monotonic()
-            self._depots.answered(flight.depot, flight.since - flight.begun)
+            if flight.begun == math.inf:
+                flight.begun = flight.since
+            else:
+                self._depots.answered(flight.depot, flight.since - flight.begun)
 
     def _granted(self, flight: _Flight) -> bool:
         """Whether bytes up to `flight.granted` may be written now; False if there are none, or they are somebody else's."""
@@ -312,6 +338,12 @@ class Fetch:
                 flight.since = self._moved = monotonic()
                 self._depots.moved(flight.depot)
                 self._told.put((flight.stretch, start, at))
+
+    def _end_all(self, flights: Sequence[_Flight], error: WeightcastError | None) -> None:
+        """Give back what did not come of the first, and the others, which have not begun. They stay in order."""
+        for flight in reversed(flights[1:]):
+            self._end(flight, None)
+        self._end(flights[0], error)
 
     def _end(self, flight: _Flight, error: WeightcastError | None) -> None:
         """Give back what did not come."""
