@@ -201,21 +201,21 @@ class Encoder:
     ) -> None:
         """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over.
 
-        `old` is called here, for one range after the other. `summed_as` is the name to sum it under, if not its own.
+        `old` is called by any thread, up to `flush`. `summed_as` is the name to sum it under, if not its own.
         """
         kind = self._take(spec)
         if summed_as is not None:
             self.summed_as[spec.name] = summed_as
         self._sum_specs[spec.name] = spec if summed_as is None else replace(spec, name=summed_as)
         self.sums[spec.name] = self.grown[spec.name] = Sum()
-        rows: tuple[int, int, Lanes, Lanes | None] | None = None
+        rows: tuple[int, int, LaneReader, LaneReader] | None = None
         for place in self._slicing.places(spec):
-            if rows is None or rows[:2] != place[1:3]:  # slices along columns share their rows
-                copied = new(place.start, place.stop).copy() if borrowed else None
-                rows = (place.start, place.stop, old(place.start, place.stop), copied)
-            before = partial(_inside, spec, place, rows[2])
-            after = partial(_read_inside, spec, place, new if rows[3] is None else partial(_given, rows[3]))
-            self._put(_Key(place.part, kind), _pending(spec, place, partial(_scanned, after), before))
+            if rows is None or rows[:2] != place[1:3]:
+                before = old if place.box is None else partial(_given, old(place.start, place.stop))  # columns share rows
+                after = partial(_given, new(place.start, place.stop).copy()) if borrowed else new
+                rows = (place.start, place.stop, before, after)
+            then, now = (partial(_read_inside, spec, place, read) for read in rows[2:])
+            self._put(_Key(place.part, kind), _pending(spec, place, partial(_scanned, now), then))
 
     def add_box(self, spec: TensorSpec, box: Box, old: Array, new: Array, *, summed: TensorSpec) -> None:
         """Compare a box of a tensor with its base, both in memory that stays as it is until `flush`. Only `grown` has it.
@@ -392,13 +392,10 @@ def _lanes_of(array: Array, box: Box, dtype: DType) -> Lanes:
     return flat_bytes(np.ascontiguousarray(inside)).view(kind_of(dtype).unsigned)
 
 
-def _inside(spec: TensorSpec, place: Place, rows: Lanes) -> Lanes:
-    """The lanes of a block, from those of its rows."""
-    return rows if place.box is None else rows_box(spec, place.box, rows)
-
-
 def _read_inside(spec: TensorSpec, place: Place, read: LaneReader) -> Lanes:
-    return _inside(spec, place, read(place.start, place.stop))
+    """The lanes of a block, from those of its rows."""
+    rows = read(place.start, place.stop)
+    return rows if place.box is None else rows_box(spec, place.box, rows)
 
 
 def _given(lanes: Lanes, start: int, stop: int) -> Lanes:  # noqa: ARG001 - it is that range
