@@ -243,13 +243,17 @@ class DeltaWriter:
 
     def _too_many(self, changes: float) -> str | None:
         """Why a delta does not pay, told by samples."""
+        if not self._choosing:
+            return None
         most = self._policy.most_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
-        return self._dearer(changes) if self._choosing and changes > most else None
+        return self._dearer(changes) if changes > most else None
 
     def _wrong(self, changes: int) -> str | None:
         """Why a delta does not pay, told by the changes that were found."""
+        if not self._choosing:
+            return None
         stop = self._policy.stop_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
-        return self._dearer(changes) if self._choosing and changes > stop else None
+        return self._dearer(changes) if changes > stop else None
 
     def _dearer(self, changes: float) -> str:
         share = changes / self._lanes
