@@ -17,7 +17,7 @@ from weightcast.tensors import sums
 from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.digest import array_digest
 from weightcast.tensors.dtypes import DType, from_numpy
-from weightcast.tensors.kernels import kernels, sum_tables
+from weightcast.tensors.kernels import Summing, kernels, sum_tables
 from weightcast.tensors.lanes import kind_of, lane_count, lane_range
 from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import (
@@ -300,6 +300,28 @@ def test_both_backends_sum_changes_alike(width, index, rng):
             order = rng.permutation(count)
             assert both("sum_changes", places[order].astype(index), before[order], after[order], seeds) == found
             assert both("sum_changes", places.astype(index), after, after, seeds) == Sum()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", list(DType))
+def test_what_is_found_is_summed_in_passing(dtype, backend, rng):
+    """`first` counts lanes. Some blocks have more changes than there is room for at first."""
+    kind, find = kind_of(dtype), kernels(backend).find
+    words = max(1, kind.nbytes // 2)
+    seeds = sums._seeds(TensorSpec("w", dtype, (1 << 40,)))
+    for lanes, one_in in product((0, 1, 63, 64, 65, 2048, 2049, 9001), (2, 70)):
+        old = rng.integers(0, 1 << (8 * kind.nbytes), lanes, dtype=kind.unsigned)
+        new = np.where(rng.integers(0, one_in, lanes) == 0, old ^ kind.unsigned.type(5), old)
+        changed = np.flatnonzero(old != new)
+        for first in (0, 1, 1023, 2047, 2048, (1 << 32) + 5):
+            found = find(old, new, kind, Summing(first, True, True, seeds))
+            whole = both("sum_rows", new.view(f"u{min(kind.nbytes, 2)}")[np.newaxis], first * words, 0, seeds)
+            grown = both("sum_changes", (changed + first).astype(np.uint64), old[changed], new[changed], seeds)
+            assert (Sum(*found.whole), Sum(*found.grown)) == (whole, grown)
+            assert np.array_equal(found.indices, changed)
+            assert Sum(*find(old, new, kind, Summing(first, False, True, seeds)).grown) == grown
+            assert Sum(*find(old, new, kind, Summing(first, True, False, seeds)).whole) == whole
+        assert find(old, new, kind)[2:] == ((0, 0), (0, 0))
 
 
 @pytest.mark.parametrize("first", [(1 << 31) - 2, (1 << 32) - 2, (1 << 32) + 7, 1 << 38])

@@ -8,7 +8,7 @@ from weightcast.delta.container import Table, read_table
 from weightcast.delta.decoder import decode
 from weightcast.delta.edit import Edit, Memories, move_tensor, prepare
 from weightcast.delta.memory import memory_of
-from weightcast.delta.sparse import Delta, check_specs
+from weightcast.delta.sparse import Delta, check_specs, on_threads
 from weightcast.delta.states import ArrayState, state_root
 from weightcast.errors import BaseVersionMismatch, CommitFailed, DeltaCorrupt
 from weightcast.tensors.flat import Buffer
@@ -39,12 +39,11 @@ def apply(
     return edit
 
 
-def move(target: Mapping[str, object], delta: Delta) -> None:
+def move(target: Mapping[str, object], delta: Delta, *, threads: int = 1) -> None:
     """Change tensors in place without a proof and without a way back: for private memory, which the caller proves."""
     memories = {name: memory_of(name, tensor) for name, tensor in target.items()}
     check_specs(delta.specs, {name: memory.spec for name, memory in memories.items()})
-    for name, tensor in delta.tensors.items():
-        move_tensor(memories[name], tensor)
+    on_threads(lambda item: move_tensor(memories[item[0]], item[1]), list(delta.tensors.items()), threads)
 
 
 def _take_back(edit: Edit, memories: Memories, error: BaseException) -> None:

@@ -27,10 +27,10 @@ from weightcast.tensors.box_plan import moved
 from weightcast.tensors.boxes import Box, box_of
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, flat_bytes
-from weightcast.tensors.kernels import Backend, kernels
+from weightcast.tensors.kernels import Backend, Summing, kernels
 from weightcast.tensors.lanes import LaneKind, Lanes, index_dtype, kind_of, lane_count, lanes_per_element
 from weightcast.tensors.spec import TensorSpec
-from weightcast.tensors.sums import Sum, box_sum, change_sum, range_sum, root_of_sums
+from weightcast.tensors.sums import Sum, box_sum, change_sum, range_sum, root_of_sums, summing
 from weightcast.wire.manifest import Packing
 
 _PENDING_LANES = 8 * CHUNK_LANES  # that wait in chunks which are not full yet
@@ -118,7 +118,7 @@ class _Pending:
     start: int
     lanes: int
     box: Box | None
-    changed: Callable[[Grouping, Lanes | None], Changed]
+    changed: Callable[[Grouping, Lanes | None, Summing | None], Changed]
     old: Callable[[], Lanes] | None
 
 
@@ -201,21 +201,21 @@ class Encoder:
     ) -> None:
         """Compare a tensor with its base. `borrowed`: what `new` returns may change once this call is over.
 
-        `old` is called here, for one range after the other. `summed_as` is the name to sum it under, if not its own.
+        `old` is called by any thread, up to `flush`. `summed_as` is the name to sum it under, if not its own.
         """
         kind = self._take(spec)
         if summed_as is not None:
             self.summed_as[spec.name] = summed_as
         self._sum_specs[spec.name] = spec if summed_as is None else replace(spec, name=summed_as)
         self.sums[spec.name] = self.grown[spec.name] = Sum()
-        rows: tuple[int, int, Lanes, Lanes | None] | None = None
+        rows: tuple[int, int, LaneReader, LaneReader] | None = None
         for place in self._slicing.places(spec):
-            if rows is None or rows[:2] != place[1:3]:  # slices along columns share their rows
-                copied = new(place.start, place.stop).copy() if borrowed else None
-                rows = (place.start, place.stop, old(place.start, place.stop), copied)
-            before = partial(_inside, spec, place, rows[2])
-            after = partial(_read_inside, spec, place, new if rows[3] is None else partial(_given, rows[3]))
-            self._put(_Key(place.part, kind), _pending(spec, place, partial(_scanned, after), before))
+            if rows is None or rows[:2] != place[1:3]:
+                before = old if place.box is None else partial(_given, old(place.start, place.stop))  # columns share rows
+                after = partial(_given, new(place.start, place.stop).copy()) if borrowed else new
+                rows = (place.start, place.stop, before, after)
+            then, now = (partial(_read_inside, spec, place, read) for read in rows[2:])
+            self._put(_Key(place.part, kind), _pending(spec, place, partial(_scanned, now), then))
 
     def add_box(self, spec: TensorSpec, box: Box, old: Array, new: Array, *, summed: TensorSpec) -> None:
         """Compare a box of a tensor with its base, both in memory that stays as it is until `flush`. Only `grown` has it.
@@ -328,9 +328,9 @@ class Encoder:
         groups: Grouping = (ByClass if self._packing == "classes" else ByBlock)(kind, self._kernels)
         for block in pending:
             old = block.old() if block.old is not None else None
-            changed = block.changed(groups, old)
+            changed = block.changed(groups, old, self._summing(block))
             if old is not None and changed.new is not None:
-                sums.append(self._sum(block, old, changed))
+                sums.append(self._sum(block, old, changed.new, changed))
             if not len(changed.indices):
                 continue
             if self._runs is not None:
@@ -346,11 +346,18 @@ class Encoder:
             frames.insert(0, ("sparse", tuple(sparse), pack_groups(groups.grouped(), self._kernels)))
         return _Encoded(frames, runs, sums)
 
-    def _sum(self, block: _Pending, old: Lanes, found: Changed) -> tuple[str, Sum, Sum]:
+    def _summing(self, block: _Pending) -> Summing | None:
+        """How a block is summed while it is compared; None if its lanes do not follow one another in the tensor."""
+        spec = self._sum_specs.get(block.tensor)
+        if block.box is not None or spec is None:
+            return None
+        return summing(spec, block.start, whole=block.tensor in self.sums)
+
+    def _sum(self, block: _Pending, old: Lanes, new: Lanes, found: Changed) -> tuple[str, Sum, Sum]:
         """What a block that was compared adds to the sum of its tensor, and to its growth."""
-        spec, total, new, changed = self._sum_specs[block.tensor], Sum(), found.new, found.indices
-        if new is None:
-            raise InvalidInput("there is nothing to compare with the base.")
+        if found.sums is not None:
+            return block.tensor, *found.sums
+        spec, total, changed = self._sum_specs[block.tensor], Sum(), found.indices
         wide, wanted = index_dtype(lane_count(spec)), block.tensor in self.sums
         if block.box is None:
             total = range_sum(spec, block.start * new.itemsize, flat_bytes(new)) if wanted else total
@@ -378,7 +385,10 @@ class Encoder:
 
 
 def _pending(
-    spec: TensorSpec, place: Place, changed: Callable[[Grouping, Lanes | None], Changed], old: Callable[[], Lanes] | None
+    spec: TensorSpec,
+    place: Place,
+    changed: Callable[[Grouping, Lanes | None, Summing | None], Changed],
+    old: Callable[[], Lanes] | None,
 ) -> _Pending:
     if place.box is None:
         return _Pending(spec.name, place.start, place.stop - place.start, None, changed, old)
@@ -392,25 +402,21 @@ def _lanes_of(array: Array, box: Box, dtype: DType) -> Lanes:
     return flat_bytes(np.ascontiguousarray(inside)).view(kind_of(dtype).unsigned)
 
 
-def _inside(spec: TensorSpec, place: Place, rows: Lanes) -> Lanes:
-    """The lanes of a block, from those of its rows."""
-    return rows if place.box is None else rows_box(spec, place.box, rows)
-
-
 def _read_inside(spec: TensorSpec, place: Place, read: LaneReader) -> Lanes:
-    return _inside(spec, place, read(place.start, place.stop))
+    """The lanes of a block, from those of its rows."""
+    rows = read(place.start, place.stop)
+    return rows if place.box is None else rows_box(spec, place.box, rows)
 
 
 def _given(lanes: Lanes, start: int, stop: int) -> Lanes:  # noqa: ARG001 - it is that range
     return lanes
 
 
-def _scanned(new: Callable[[], Lanes], groups: Grouping, old: Lanes | None) -> Changed:
+def _scanned(new: Callable[[], Lanes], groups: Grouping, old: Lanes | None, how: Summing | None) -> Changed:
     if old is None:
         raise InvalidInput("there is no base to compare with.")
-    now = new()
-    return groups.scan(old, now)._replace(new=now)
+    return groups.scan(old, new(), how)
 
 
-def _known(tensor: TensorDelta, place: Place, groups: Grouping, old: Lanes | None) -> Changed:  # noqa: ARG001
+def _known(tensor: TensorDelta, place: Place, *_: object) -> Changed:
     return changed_in(tensor, place)

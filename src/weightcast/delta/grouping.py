@@ -13,8 +13,9 @@ from weightcast.delta.sparse import TensorDelta, span
 from weightcast.delta.streams import Groups
 from weightcast.errors import InvalidInput
 from weightcast.tensors.boxes import Held
-from weightcast.tensors.kernels import Kernels, Numbers
+from weightcast.tensors.kernels import NO_SUMS, Kernels, Numbers, Summing
 from weightcast.tensors.lanes import LaneKind, Lanes, Steps
+from weightcast.tensors.sums import Sum
 
 
 class Classed(NamedTuple):
@@ -32,13 +33,14 @@ class Changed(NamedTuple):
     steps: Steps
     classed: Classed | None = None
     new: Lanes | None = None  # all lanes of the block as they are now, where it was compared
+    sums: tuple[Sum, Sum] | None = None  # of all of them, and of the changes, where they were summed in passing
 
 
 class Grouping(Protocol):
     """Groups the blocks of one chunk. A block that is scanned need not be added: it may turn out to be better off alone."""
 
-    def scan(self, old: Lanes, new: Lanes) -> Changed:
-        """The changes of the next block."""
+    def scan(self, old: Lanes, new: Lanes, summing: Summing | None) -> Changed:
+        """The changes of the next block, and its sums if they cost less in passing."""
 
     def add(self, old: Lanes | None, changed: Changed) -> None:
         """Take a block in: one just scanned, or one whose changes were known."""
@@ -55,9 +57,11 @@ class ByBlock:
         self._lanes: list[NDArray[np.uint32]] = []
         self._steps: list[Steps] = []
 
-    def scan(self, old: Lanes, new: Lanes) -> Changed:
-        """The changes of the next block."""
-        return Changed(*self._kernels.find(old, new, self._kind))
+    def scan(self, old: Lanes, new: Lanes, summing: Summing | None) -> Changed:
+        """The changes of the next block, and its sums."""
+        found = self._kernels.find(old, new, self._kind, summing or NO_SUMS)
+        sums = (Sum(*found.whole), Sum(*found.grown)) if summing is not None else None
+        return Changed(found.indices, found.steps, new=new, sums=sums)
 
     def add(self, old: Lanes | None, changed: Changed) -> None:  # noqa: ARG002 - the other packing looks at it
         """Take a block in."""
@@ -80,11 +84,11 @@ class ByClass:
         self._classes: list[NDArray[np.uint8]] = []
         self._steps: list[Steps] = []
 
-    def scan(self, old: Lanes, new: Lanes) -> Changed:
+    def scan(self, old: Lanes, new: Lanes, summing: Summing | None) -> Changed:  # noqa: ARG002 - the other packing sums
         """The changes of the next block, and their places in their classes if it is added."""
         since = self._since.copy()
         indices, steps, gaps, classes = self._kernels.find_with_gaps(old, new, self._kind, since)
-        return Changed(indices, steps, Classed(gaps, classes, since))
+        return Changed(indices, steps, Classed(gaps, classes, since), new)
 
     def add(self, old: Lanes | None, changed: Changed) -> None:
         """Take a block in."""

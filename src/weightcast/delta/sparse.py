@@ -5,10 +5,12 @@ Steps are differences of mapped lanes (see `lanes`) modulo 2^bits: they add, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from weightcast.tensors.lanes import Steps, index_dtype, kind_of, lane_count
 from weightcast.tensors.spec import TensorSpec
 
 Changes = tuple[Indices, Steps]
+One = TypeVar("One")
+Result = TypeVar("Result")
 
 SPARSE_SHARE = 4  # up to every fourth lane changed is kept as indices, beyond that as a step for every lane
 
@@ -102,7 +106,7 @@ def invert(delta: Delta) -> Delta:
     return replace(delta, tensors=tensors, base_root=delta.new_root, new_root=delta.base_root)
 
 
-def fold(*deltas: Delta) -> Delta:
+def fold(*deltas: Delta, threads: int = 1) -> Delta:
     """Deltas that follow one another as one: what encoding the ends directly would give."""
     first, last = deltas[0], deltas[-1]
     for before, after in pairwise(deltas):
@@ -111,14 +115,22 @@ def fold(*deltas: Delta) -> Delta:
             raise BaseVersionMismatch(
                 version=None, base=None, base_root=after.base_root, serving=None, serving_root=before.new_root
             )
-    tensors: dict[str, TensorDelta] = {}
-    for name in first.specs:
-        changes = [delta.tensors[name] for delta in deltas if name in delta.tensors]
-        if changes:
-            folded = fold_tensors(changes)
-            if len(folded.steps) and folded.changes:
-                tensors[name] = folded
+    changing = [name for name in first.specs if any(name in delta.tensors for delta in deltas)]
+    changes = [[delta.tensors[name] for delta in deltas if name in delta.tensors] for name in changing]
+    folded = zip(changing, on_threads(fold_tensors, changes, threads), strict=True)
+    tensors = {name: tensor for name, tensor in folded if len(tensor.steps) and tensor.changes}
     return Delta(first.specs, tensors, first.base_root, last.new_root, last.summed_as or first.summed_as)
+
+
+def on_threads(task: Callable[[One], Result], items: Sequence[One], threads: int) -> list[Result]:
+    """What a task returns for each item. Each thread has its share from the start: there may be many small items."""
+    if threads < 2:
+        return list(map(task, items))
+    results: list[Result | None] = [None] * len(items)
+    with ThreadPoolExecutor(threads) as pool:
+        for first, done in enumerate(pool.map(lambda first: list(map(task, items[first::threads])), range(threads))):
+            results[first::threads] = done
+    return cast("list[Result]", results)
 
 
 def fold_tensors(changes: Sequence[TensorDelta]) -> TensorDelta:

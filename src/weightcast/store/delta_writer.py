@@ -16,6 +16,7 @@ from weightcast import logs
 from weightcast.delta import Delta, Encoder, State, pack
 from weightcast.delta.container import Table
 from weightcast.delta.encoder import TooManyChanges
+from weightcast.delta.states import tensor_proof
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.store import layout
 from weightcast.store.delta_policy import FEW_CHANGES, DeltaPolicy, estimate_changes
@@ -27,9 +28,9 @@ from weightcast.store.writer import NamedTensors, survey
 from weightcast.tensors.bridges import LazyTensor, host_array, spec_of
 from weightcast.tensors.digest import Hasher, PieceHasher
 from weightcast.tensors.flat import Array, flat_bytes
-from weightcast.tensors.lanes import Lanes, check_finite, lane_count, lane_range
+from weightcast.tensors.lanes import check_finite, lane_count, lane_range
 from weightcast.tensors.spec import TensorSpec
-from weightcast.tensors.sums import Digests, Sum, is_sum, tensor_hasher
+from weightcast.tensors.sums import Digests, Sum, is_sum
 from weightcast.wire.manifest import BaseRef, Manifest, PayloadEntry, TensorEntry, compute_root, entry_of, summed_names
 
 log = logs.get(__name__)
@@ -207,24 +208,14 @@ class DeltaWriter:
         return self._missing(self._taken), ()
 
     def _add(self, encoder: Encoder, spec: TensorSpec, array: Array, *, borrowed: bool) -> None:
-        """Encode a tensor. A base without sums is hashed as it is read."""
+        """Encode a tensor. A base without sums, in format 1, is hashed first."""
         expected = self._proofs[spec.name]
-        proof = None if is_sum(expected) else tensor_hasher(spec, expected)  # of a base in format 1
-
-        def new(start: int, stop: int) -> Lanes:
-            return lane_range(array, spec.dtype, start, stop)
-
-        def old(start: int, stop: int) -> Lanes:
-            lanes = self._state.lanes(spec.name, start, stop)
-            if proof is not None:
-                proof.update(flat_bytes(lanes).data)
-            return lanes
-
+        if not is_sum(expected) and tensor_proof(self._state, spec.name, expected) != expected:
+            self._damaged.append(spec.name)
+        old, new = partial(self._state.lanes, spec.name), partial(lane_range, array, spec.dtype)
         encoder.add(spec, old, new, borrowed=borrowed, summed_as=self._summed_as.get(spec.name))
         self._encoded_lanes += lane_count(spec)
         self._taken[spec.name] = spec
-        if proof is not None and proof.digest() != expected:
-            self._damaged.append(spec.name)
 
     def _damage(self, encoder: Encoder) -> str | None:
         """What is wrong with the base: its sum and the growth by the changes must make the sum of the new tensor."""
@@ -252,13 +243,17 @@ class DeltaWriter:
 
     def _too_many(self, changes: float) -> str | None:
         """Why a delta does not pay, told by samples."""
+        if not self._choosing:
+            return None
         most = self._policy.most_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
-        return self._dearer(changes) if self._choosing and changes > most else None
+        return self._dearer(changes) if changes > most else None
 
     def _wrong(self, changes: int) -> str | None:
         """Why a delta does not pay, told by the changes that were found."""
+        if not self._choosing:
+            return None
         stop = self._policy.stop_changes(self._base_nbytes, spent=self._encoded_lanes / self._lanes)
-        return self._dearer(changes) if self._choosing and changes > stop else None
+        return self._dearer(changes) if changes > stop else None
 
     def _dearer(self, changes: float) -> str:
         share = changes / self._lanes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightcast.delta import ArrayState, Delta, State, fold, move
+from weightcast.delta.encoder import default_threads
 from weightcast.store import layout
 from weightcast.store.chain import Chain, decode_step, fold_deltas, load_chain, moved
 from weightcast.store.delta_policy import DeltaPolicy
@@ -34,7 +35,8 @@ class Kept(Protocol):
 
 def keep_state(store: Path, policy: DeltaPolicy) -> Kept:
     """The way of keeping that a policy asks for."""
-    return _KeptInMemory(store, policy.threads) if policy.keep == "memory" else _KeptInStore(store, policy.threads)
+    threads = default_threads() if policy.threads is None else policy.threads
+    return _KeptInMemory(store, threads) if policy.keep == "memory" else _KeptInStore(store, threads)
 
 
 def _steps_from(chain: Chain, root: str) -> tuple[Manifest, ...] | None:
@@ -48,7 +50,7 @@ def _steps_from(chain: Chain, root: str) -> tuple[Manifest, ...] | None:
 class _KeptInStore:
     """The parts of the full version on the medium, and in memory the changes since then, folded into one delta."""
 
-    def __init__(self, store: Path, threads: int | None) -> None:
+    def __init__(self, store: Path, threads: int) -> None:
         self._store, self._threads = store, threads
         self.drop()
 
@@ -58,7 +60,7 @@ class _KeptInStore:
 
     def advance(self, manifest: Manifest, delta: Delta) -> None:
         if self._root and delta.base_root == self._root:
-            self._folded = delta if self._folded is None else fold(self._folded, delta)
+            self._folded = delta if self._folded is None else fold(self._folded, delta, threads=self._threads)
             self._root = manifest.root_digest
 
     @contextmanager
@@ -83,7 +85,7 @@ class _KeptInStore:
 class _KeptInMemory:
     """A private copy of all tensors, which the deltas that were published since are applied to."""
 
-    def __init__(self, store: Path, threads: int | None) -> None:
+    def __init__(self, store: Path, threads: int) -> None:
         self._store, self._threads = store, threads
         self.drop()
 
@@ -94,7 +96,7 @@ class _KeptInMemory:
     def advance(self, manifest: Manifest, delta: Delta) -> None:
         if self._root and delta.base_root == self._root:
             self._root = ""  # until it is done
-            move(self._arrays, delta)
+            move(self._arrays, delta, threads=self._threads)
             self._root = manifest.root_digest
 
     @contextmanager

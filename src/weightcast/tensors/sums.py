@@ -20,7 +20,7 @@ from weightcast.errors import InvalidInput
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, Hasher, algorithm_of, raw_digest
 from weightcast.tensors.flat import Array, Buffer, byte_blocks
-from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, kernels_for
+from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, Summing, kernels_for
 from weightcast.tensors.kernels.sum_tables import mix64
 from weightcast.tensors.lanes import Lanes
 from weightcast.tensors.spec import TensorSpec
@@ -231,6 +231,11 @@ def change_sum(spec: TensorSpec, indices: Indices, before: Lanes, after: Lanes, 
     `rows` says where lanes of another array lie in the tensor.
     """
     return Sum(*kernels_for(4 * before.nbytes).sum_changes(indices, before, after, _seeds(spec), rows))
+
+
+def summing(spec: TensorSpec, first: int, *, whole: bool) -> Summing:
+    """How a kernel sums the changes of lanes of a tensor that follow one another from `first` on; with `whole`, also all."""
+    return Summing(first, whole, True, _seeds(spec))
 
 
 def root_of_sums(tensors: Iterable[tuple[TensorSpec, str]]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,7 +15,13 @@ from weightcast.tensors.spec import TensorSpec
 def spec(name: str, tensor: object) -> TensorSpec:
     """Name, dtype and shape."""
     array = cast("Array", tensor)
-    return TensorSpec(name=name, dtype=from_numpy(array.dtype), shape=tuple(array.shape))
+    return _spec(name, array.dtype, array.shape)
+
+
+@lru_cache(maxsize=1 << 16)
+def _spec(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorSpec:
+    """To make one takes several times as long as to find it: each tensor is described several times in a publish."""
+    return TensorSpec(name=name, dtype=from_numpy(dtype), shape=shape)
 
 
 def has_storage(tensor: object) -> bool:  # noqa: ARG001 - the bridge protocol

@@ -47,11 +47,35 @@ class Rows(NamedTuple):
 ALL_ROWS = Rows(1 << 62, 0, 1 << 62, 0, 0)
 
 
+class Summing(NamedTuple):
+    """What is summed of lanes that follow one another in a tensor: all (`whole`), the changes (`grown`), or both.
+
+    `first` is the index of the first lane.
+    """
+
+    first: int
+    whole: bool
+    grown: bool
+    seeds: NDArray[np.uint64]
+
+
+NO_SUMS = Summing(0, whole=False, grown=False, seeds=np.zeros(0, dtype=np.uint64))
+
+
+class Found(NamedTuple):
+    """Changes, and what was summed: the two sums of all lanes, and by how much they grow where lanes change."""
+
+    indices: NDArray[np.uint32]
+    steps: Steps
+    whole: tuple[int, int]
+    grown: tuple[int, int]
+
+
 class Kernels(Protocol):
     """What the codec needs done fast. Arguments were checked before: a kernel trusts lengths, not contents."""
 
-    def find(self, old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
-        """The indices of lanes that differ, and by how much their mapped integers do."""
+    def find(self, old: Lanes, new: Lanes, kind: LaneKind, summing: Summing = NO_SUMS) -> Found:
+        """The indices of lanes that differ, by how much their mapped integers do, and the sums that are wanted."""
 
     def find_with_gaps(
         self, old: Lanes, new: Lanes, kind: LaneKind, since: NDArray[np.uint32]

@@ -8,8 +8,9 @@ import numpy as np
 from numba.core import types
 from numpy.typing import NDArray
 
-from weightcast.tensors.kernels import NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers
+from weightcast.tensors.kernels import NO_ROOM, NO_SUMS, Bits, ClassWalk, Counts, Found, Indices, Numbers, Summing
 from weightcast.tensors.kernels.class_loops import loops_for
+from weightcast.tensors.kernels.find_loops import LOOPS
 from weightcast.tensors.kernels.jit import (
     I64,
     INDEX_TYPES,
@@ -18,14 +19,14 @@ from weightcast.tensors.kernels.jit import (
     U32,
     U64,
     compiled,
-    differing,
     prefetch,
     read_of,
     trailing_zeros,
     write_of,
 )
 from weightcast.tensors.kernels.numbers import ESCAPE, FLOORS, MAX_WIDTH, WIDTHS, check_bits, check_steps
-from weightcast.tensors.kernels.sum_loops import sum_changes, sum_rows
+from weightcast.tensors.kernels.sum_loops import BY_LANE, sum_changes, sum_rows
+from weightcast.tensors.kernels.sum_tables import TABLES
 from weightcast.tensors.lanes import SIGNED, LaneKind, Lanes, Steps
 
 __all__ = [
@@ -53,32 +54,6 @@ _MOVES = types.Array(I64, 2, "C", readonly=True, aligned=False)
 _TAKEN = {-1: "a byte is not a symbol", -2: "a number has more than 32 bits", -3: "a change lies outside of its block"}
 _WINDOW = 1 << 15  # lanes that are added up at once: their totals stay in the cache
 _AHEAD = 64  # how many changes ahead memory is asked for: scattered stores wait for memory, not for the processor
-
-
-@compiled(*(I64(read_of(t), read_of(t), I64, write_of(U32), write_of(t)) for t in LANE_TYPES))
-def _find(old: Any, new: Any, flip: Any, indices: Any, steps: Any) -> int:
-    """Counts all changes and writes as many as there is room for."""
-    found, room, groups = np.uint64(0), np.uint64(indices.size), old.size // 64
-    for group in range(groups + 1):
-        first, left = np.uint64(group * 64), np.uint64(0)
-        if group < groups:
-            left = differing(old, new, group * 64)
-        else:  # the lanes that do not fill a group
-            for rest in range(old.size - groups * 64):
-                at = first + np.uint64(rest)
-                left |= np.uint64(old[at] != new[at]) << np.uint64(rest)
-        while left:
-            lane = first + trailing_zeros(left)
-            left &= left - np.uint64(1)
-            if found < room:
-                x, y = np.int64(old[lane]), np.int64(new[lane])
-                if x < 0:
-                    x ^= flip
-                if y < 0:
-                    y ^= flip
-                indices[found], steps[found] = lane, y - x
-            found += np.uint64(1)
-    return np.int64(found)  # type: ignore[return-value]
 
 
 @compiled(I64(read_of(U32), read_of(I64), read_of(U8), types.boolean, read_of(U8), read_of(U8), write_of(U8), write_of(U32)))
@@ -312,14 +287,16 @@ def _words(lanes: Lanes, kind: LaneKind) -> NDArray[np.uint64]:
     return lanes[: lanes.size // per_word * per_word].view(np.uint64)
 
 
-def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
+def find(old: Lanes, new: Lanes, kind: LaneKind, summing: Summing = NO_SUMS) -> Found:
     """See `Kernels.find`."""
-    room = old.size // 16 + 64
+    room, loop = old.size // 16 + 64, LOOPS[kind.nbytes]
+    words = new.view(f"u{min(kind.nbytes, 2)}")[np.newaxis]
     while True:
         indices, steps = np.empty(room, dtype=np.uint32), np.empty(room, dtype=kind.signed)
-        found = _find(old.view(kind.signed), new.view(kind.signed), _flip(kind), indices, steps)
+        lanes = old.view(kind.signed), new.view(kind.signed), words
+        found, total, grown = loop(*lanes, _flip(kind), *summing, TABLES, BY_LANE, indices, steps)
         if found <= room:
-            return indices[:found].copy(), steps[:found].copy()
+            return Found(indices[:found].copy(), steps[:found].copy(), total, grown)
         room = found
 
 

@@ -7,24 +7,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.tensors.kernels import ALL_ROWS, NO_ROOM, Bits, ClassWalk, Counts, Indices, Numbers, Rows
+from weightcast.tensors.kernels import (
+    ALL_ROWS,
+    NO_ROOM,
+    NO_SUMS,
+    Bits,
+    ClassWalk,
+    Counts,
+    Found,
+    Indices,
+    Numbers,
+    Rows,
+    Summing,
+)
 from weightcast.tensors.kernels.numbers import ESCAPE, FLOORS, MAX_WIDTH, SYMBOLS, WIDTHS, check_bits, check_steps
 from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
 from weightcast.tensors.lanes import LaneKind, Lanes, Steps, from_zigzag, mapped, to_zigzag, unmapped
 
 
-def find(old: Lanes, new: Lanes, kind: LaneKind) -> tuple[NDArray[np.uint32], Steps]:
+def find(old: Lanes, new: Lanes, kind: LaneKind, summing: Summing = NO_SUMS) -> Found:
     """See `Kernels.find`."""
     indices = np.flatnonzero(old != new)
-    steps = mapped(new[indices], kind) - mapped(old[indices], kind)
-    return indices.astype(np.uint32), steps
+    before, after = old[indices], new[indices]
+    steps = mapped(after, kind) - mapped(before, kind)
+    whole = grown = (0, 0)
+    if summing.whole:
+        words = new.view(f"u{min(kind.nbytes, 2)}")[np.newaxis]
+        whole = sum_rows(words, summing.first * max(1, kind.nbytes // 2), 0, summing.seeds)
+    if summing.grown:
+        grown = sum_changes(indices + summing.first, before, after, summing.seeds)
+    return Found(indices.astype(np.uint32), steps, whole, grown)
 
 
 def find_with_gaps(
     old: Lanes, new: Lanes, kind: LaneKind, since: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint32], Steps, Numbers, NDArray[np.uint8]]:
     """See `Kernels.find_with_gaps`."""
-    indices, steps = find(old, new, kind)
+    indices, steps, *_ = find(old, new, kind)
     return indices, steps, *class_gaps(old, indices, kind, since)
 
 

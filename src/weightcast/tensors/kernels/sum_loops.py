@@ -15,17 +15,18 @@ from weightcast.tensors.kernels.jit import I64, INDEX_TYPES, U8, U32, U64, compi
 from weightcast.tensors.kernels.sum_tables import GOLDEN, LANES, TABLES
 
 _WIDTH = 16  # words at a time
-_LANES, _GOLDEN = np.int64(LANES), np.uint64(GOLDEN)
+BLOCK, _GOLDEN = np.int64(LANES), np.uint64(GOLDEN)
 _I16, _U16 = types.int16, types.uint16
-_PAIR = types.UniTuple(U64, 2)  # type: ignore[no-untyped-call]
-_FOUR = types.UniTuple(I64, 4)  # type: ignore[no-untyped-call]
+PAIR = types.UniTuple(U64, 2)  # type: ignore[no-untyped-call]
+FOUR = types.UniTuple(I64, 4)  # type: ignore[no-untyped-call]
 _FIVE = types.UniTuple(I64, 5)  # type: ignore[no-untyped-call]
-_BY_LANE = np.ascontiguousarray(TABLES.T)  # what one lane needs lies together
-_BY_LANE.flags.writeable = False
-_TABLES = types.Array(_I16, 2, "C", readonly=True)
+LANES_LOG = LANES.bit_length() - 1
+BY_LANE = np.ascontiguousarray(TABLES.T)  # what one lane needs lies together
+BY_LANE.flags.writeable = False
+TABLE_TYPE = types.Array(_I16, 2, "C", readonly=True)
 
 
-def _rows_of(item: Any) -> Any:
+def rows_of(item: Any) -> Any:
     return types.Array(item, 2, "A", readonly=True, aligned=False)
 
 
@@ -84,7 +85,7 @@ def _vectors(typing_context, data, at, tables, lane, count):  # type: ignore[no-
             totals.append(total)
         return context.make_tuple(builder, signature.return_type, totals)
 
-    return _FOUR(data, types.int64, tables, types.int64, types.int64), generate
+    return FOUR(data, types.int64, tables, types.int64, types.int64), generate
 
 
 _sum_vectors: Any = _vectors
@@ -98,31 +99,55 @@ def _multiplier(seed: Any, block: Any) -> Any:
     return (number ^ (number >> np.uint64(31))) | np.uint64(1)
 
 
-@compiled(_FOUR(I64, _TABLES, I64))
+@compiled(FOUR(I64, TABLE_TYPE, I64))
 def _products(word: Any, tables: Any, lane: Any) -> Any:
     a, b = np.int64(np.int16(word ^ tables[0, lane])), np.int64(np.int16(word ^ tables[1, lane]))
     c, d = np.int64(np.int16(word + tables[2, lane])), np.int64(np.int16(word + tables[3, lane]))
     return a * c, a * d, b * c, b * d
 
 
-@compiled(*(_PAIR(_rows_of(item), I64, I64, read_of(U64), _TABLES) for item in (U8, _U16)))
+@compiled(*(FOUR(rows_of(item), I64, I64, TABLE_TYPE, I64, I64) for item in (U8, _U16)))
+def block_products(rows: Any, row: Any, at: Any, tables: Any, lane: Any, count: Any) -> Any:
+    """The sums of products over `count` words of a row from `at` on, which lie in one block from `lane` on."""
+    fast = count // _WIDTH * _WIDTH
+    p, q, r, s = _sum_vectors(rows, row * rows.strides[0] + at * rows.itemsize, tables, lane, fast)
+    for offset in range(fast, count):
+        w, x, y, z = _products(np.int64(rows[row, at + offset]), tables, lane + offset)
+        p, q, r, s = p + w, q + x, r + y, s + z
+    return p, q, r, s
+
+
+@compiled(FOUR(_I16, _I16, TABLE_TYPE, U64))
+def change_products(old: Any, new: Any, by_lane: Any, lane: Any) -> Any:
+    """By how much the products of a word grow that changes."""
+    t, u, v, x = by_lane[lane, 0], by_lane[lane, 1], by_lane[lane, 2], by_lane[lane, 3]
+    a, b = np.int64(np.int16(new ^ t)), np.int64(np.int16(new ^ u))
+    c, d = np.int64(np.int16(new + v)), np.int64(np.int16(new + x))
+    i, j = np.int64(np.int16(old ^ t)), np.int64(np.int16(old ^ u))
+    k, m = np.int64(np.int16(old + v)), np.int64(np.int16(old + x))
+    return a * c - i * k, a * d - i * m, b * c - j * k, b * d - j * m
+
+
+@compiled(PAIR(read_of(U64), I64, I64, I64, I64, I64))
+def weighed(seeds: Any, block: Any, p: Any, q: Any, r: Any, s: Any) -> Any:
+    """What the products of a block add to the two sums."""
+    one = _multiplier(seeds[0], block) * np.uint64(p) + _multiplier(seeds[1], block) * np.uint64(s)
+    other = _multiplier(seeds[2], block) * np.uint64(q) + _multiplier(seeds[3], block) * np.uint64(r)
+    return one, other
+
+
+@compiled(*(PAIR(rows_of(item), I64, I64, read_of(U64), TABLE_TYPE) for item in (U8, _U16)))
 def _sum_rows(rows: Any, first: Any, step: Any, seeds: Any, tables: Any) -> Any:
     """The sums of rows of words, whose first has index `first` and each next one an index larger by `step`."""
     one, other = np.uint64(0), np.uint64(0)
     for row in range(rows.shape[0]):
         start, at, length = first + row * step, 0, rows.shape[1]
-        place = row * rows.strides[0]
         while at < length:
-            block, lane = (start + at) // _LANES, (start + at) % _LANES
-            count = min(length - at, _LANES - lane)
-            fast = count // _WIDTH * _WIDTH
-            p, q, r, s = _sum_vectors(rows, place + at * rows.itemsize, tables, lane, fast)
-            for offset in range(fast, count):
-                w, x, y, z = _products(np.int64(rows[row, at + offset]), tables, lane + offset)
-                p, q, r, s = p + w, q + x, r + y, s + z
-            one += _multiplier(seeds[0], block) * np.uint64(p) + _multiplier(seeds[1], block) * np.uint64(s)
-            other += _multiplier(seeds[2], block) * np.uint64(q) + _multiplier(seeds[3], block) * np.uint64(r)
-            at += count
+            block, lane = (start + at) // BLOCK, (start + at) % BLOCK
+            count = min(length - at, BLOCK - lane)
+            p, q, r, s = block_products(rows, row, at, tables, lane, count)
+            more, further = weighed(seeds, block, p, q, r, s)
+            one, other, at = one + more, other + further, at + count
     return one, other
 
 
@@ -206,7 +231,7 @@ _sum_changed: Any = _changed
 
 @compiled(
     *(
-        _PAIR(read_of(index), read_of(item), read_of(item), read_of(U64), _TABLES, I64, I64, I64, I64, I64)
+        PAIR(read_of(index), read_of(item), read_of(item), read_of(U64), TABLE_TYPE, I64, I64, I64, I64, I64)
         for index in INDEX_TYPES
         for item in (U8, _U16, U32)
     )
@@ -225,7 +250,7 @@ def _sum_changes(
 ) -> Any:
     """By how much the sums grow where lanes of 8, 16 or 32 bits change."""
     one, other = np.uint64(0), np.uint64(0)
-    lanes = _LANES // max(1, before.itemsize // 2)
+    lanes = BLOCK // max(1, before.itemsize // 2)
     start, stop, low, end, away = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     at, count = np.int64(0), np.int64(indices.size)
     while at < count:
@@ -241,8 +266,8 @@ def _sum_changes(
         block = (place + away) // lanes
         first, last = max(low, block * lanes - away), min(end, (block + 1) * lanes - away)
         at, p, q, r, s = _sum_changed(indices, before, after, tables, at, first, last, away)
-        one += _multiplier(seeds[0], block) * np.uint64(p) + _multiplier(seeds[1], block) * np.uint64(s)
-        other += _multiplier(seeds[2], block) * np.uint64(q) + _multiplier(seeds[3], block) * np.uint64(r)
+        more, further = weighed(seeds, block, p, q, r, s)
+        one, other = one + more, other + further
     return one, other
 
 
@@ -256,5 +281,5 @@ def sum_changes(
     indices: NDArray[Any], before: NDArray[Any], after: NDArray[Any], seeds: NDArray[np.uint64], rows: Rows = ALL_ROWS
 ) -> tuple[int, int]:
     """See `Kernels.sum_changes`."""
-    one, other = _sum_changes(indices, before, after, seeds, _BY_LANE, *rows)
+    one, other = _sum_changes(indices, before, after, seeds, BY_LANE, *rows)
     return int(one), int(other)
