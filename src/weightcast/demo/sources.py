@@ -85,7 +85,8 @@ def open_source(transport: Transport, directory: Path) -> Iterator[Source]:
         if transport == "ipc":
             from weightcast.publish.publisher import Publisher  # noqa: PLC0415 - ZeroMQ is an extra
 
-            yield _FromMemory(stack.enter_context(Publisher(f"ipc://{directory / 'shared'}")))
+            deltas = DeltaPolicy(link_nbytes_per_s=_LINK_NBYTES_PER_S)
+            yield _FromMemory(stack.enter_context(Publisher(f"ipc://{directory / 'shared'}", deltas=deltas)))
             return
         path = directory / "store"
         path.mkdir()
