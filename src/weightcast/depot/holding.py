@@ -9,14 +9,14 @@ from typing import Protocol
 from weightcast.clock import Deadline
 from weightcast.depot.exchange import FileRange
 from weightcast.wire.depot import Newest, Offer
-from weightcast.wire.manifest import Listing, Manifest
+from weightcast.wire.manifest import FileListing, Manifest
 
 
 class Holding(Protocol):
     """One version that can be read. It stays as it is while it is held, whatever happens to the shelf."""
 
     @property
-    def manifest(self) -> Manifest | Listing:
+    def manifest(self) -> Manifest | FileListing:
         """What the version is, or what its manifest says of its files."""
 
     @property

@@ -36,7 +36,7 @@ def asked_range(headers: Mapping[str, str], tag: str, nbytes: int) -> tuple[int,
 def asked_ranges(headers: Mapping[str, str], tag: str, nbytes: int) -> list[tuple[int, int]]:
     """Start and stop of each of several ranges; empty if not several are asked for. Then `asked_range` says what is.
 
-    Only ranges that lie in the file one after another count: so nobody is sent more bytes than the file has.
+    Only ranges in ascending order that do not overlap count, so an answer never has more bytes than the file.
     """
     found = _SEVERAL.fullmatch(headers.get("range", ""))
     if found is None or headers.get("if-range", tag) != tag:

@@ -33,7 +33,7 @@ from weightcast.store.catalog import Catalog
 from weightcast.store.files import read_small
 from weightcast.store.version_file import TXT_NAME, YAML_NAME
 from weightcast.wire.depot import Newest, Offer
-from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, Listing, Manifest, check_version_id, decode_listing
+from weightcast.wire.manifest import MAX_MANIFEST_NBYTES, FileListing, Manifest, check_version_id, decode_listing
 
 log = logs.get(__name__)
 
@@ -54,7 +54,7 @@ class StoredVersion:
     open. The size of a file is compared with the manifest when it is opened and before each block is given out.
     """
 
-    def __init__(self, directory: Path, manifest: Listing, encoded: bytes) -> None:
+    def __init__(self, directory: Path, manifest: FileListing, encoded: bytes) -> None:
         self.manifest = manifest
         self._encoded = encoded
         self._sizes = {file: entry.nbytes for file, entry in manifest.listed_files.items()}
@@ -280,7 +280,7 @@ class StoredShelf:
                 if _stamp(path) == stamp:  # else it was removed or folded meanwhile
                     raise
 
-    def _described(self, version: str) -> tuple[bytes, Listing]:
+    def _described(self, version: str) -> tuple[bytes, FileListing]:
         """The bytes of a manifest, and the files that it lists."""
         path = layout.manifest_path(self.path, check_version_id(version))
         try:

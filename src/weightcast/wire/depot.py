@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from weightcast.tensors.digest import bytes_digest
-from weightcast.wire.manifest import Listing, Manifest, is_digest
+from weightcast.wire.manifest import FileListing, Manifest, is_digest
 
 PREFIX = "/v1"  # of what a depot answers beside files, which have the paths that they have in a store
 
@@ -74,7 +74,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
     age_s: float
 
 
-def file_tag(manifest: Manifest | Listing, file: str) -> str:
+def file_tag(manifest: Manifest | FileListing, file: str) -> str:
     """The ETag of a file: the same bytes have the same tag at every depot. Empty if the manifest does not list it."""
     entry = manifest.listed_files.get(file)
     if entry is None:

@@ -318,7 +318,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return entries | {name: entries[holder] for name, holder in self.tied.items()}
 
 
-class Listing(msgspec.Struct, frozen=True, kw_only=True):
+class FileListing(msgspec.Struct, frozen=True, kw_only=True):
     """What a manifest says of the files of a version, without its tensors: what it takes to serve them."""
 
     version: str
@@ -412,11 +412,11 @@ def decode_manifest(data: bytes, path: AnyPath) -> Manifest:
     return manifest
 
 
-def decode_listing(data: bytes, path: AnyPath) -> Listing:
+def decode_listing(data: bytes, path: AnyPath) -> FileListing:
     """The files in manifest.json. The seal is checked, and that no file lies outside of the version: receivers check the
     rest, which takes many times as long. Raises what `decode_manifest` does.
     """
-    listing = unseal(data, path, Listing, newest=FORMAT)
+    listing = unseal(data, path, FileListing, newest=FORMAT)
     wrong = [
         f"file {file[:200]!r} of {entry.nbytes} bytes is not allowed"
         for file, entry in listing.listed_files.items()

@@ -77,7 +77,7 @@ class Response:
         """Receive the few bytes that follow the last of several ranges. Without them the connection is not used again."""
         if self.several and self.left <= _MAX_END_NBYTES:
             patience = Patience(self.connection.url, self._patience.what, deadline=Deadline.after(_END_S), stall_s=_END_S)
-            with suppress(SourceFailed, DeadlineExceeded):  # nobody waits for them, so whoever cancels means something else
+            with suppress(SourceFailed, DeadlineExceeded):  # the ranges are complete without these bytes
                 while self.left:
                     self.left -= self.connection.receive([memoryview(bytearray(self.left))], patience)
 

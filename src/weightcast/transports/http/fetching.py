@@ -186,7 +186,7 @@ class Fetch:
             while not self._stop.is_set():
                 if flights := [_Flight(*span, depot) for span in self._next(depot)]:
                     for flight in flights[1:]:
-                        flight.begun = flight.since = math.inf  # nobody takes over what has not begun
+                        flight.begun = flight.since = math.inf  # so that no other depot takes it over before it begins
                     self._flying.update(flights)
                     return flights
                 self._turn.wait(TICK_S)
