@@ -26,6 +26,7 @@ from weightcast.tensors.bridges import host_array, spec_of
 from weightcast.tensors.digest import ALGORITHMS, array_digest, root_digest
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import array_sum
 
 
 @pytest.fixture
@@ -170,6 +171,22 @@ def test_memory_on_a_device_is_read_and_written_by_torch(dtype, density, rng):
     assert bits_of({"w": tensor}) == bits_of({"w": old})
     delta.Edit.from_journal(edit.to_journal()).finish(memories)  # out of a read-only buffer, and without a warning
     assert bits_of({"w": tensor}) == bits_of({"w": new})
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (30, 20), (3, 700_001), (2048, 1030)])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_memory_on_a_device_is_summed_by_torch(dtype, shape, rng):
+    spec = spec_of("w", torch.empty(shape, dtype=dtype))
+    array = rng.integers(0, 256, size=spec.nbytes, dtype=np.uint8).view(spec.dtype.numpy).reshape(shape)
+    tensor = torch.frombuffer(bytearray(array.tobytes() or bytes(8)), dtype=dtype, count=array.size or 1)[
+        : array.size
+    ].reshape(shape)
+    looked = []
+    assert TorchMemory(spec, tensor).total(spec, lambda: looked.append(1)) == array_sum(spec, array)
+    assert len(looked) == -(-(spec.nbytes // min(2, spec.dtype.itemsize) // 2048) // 1024)
+    if len(shape) == 2 and spec.dtype.itemsize < 8:
+        turned = TensorSpec("t", spec.dtype, shape[::-1])
+        assert TorchMemory(turned, tensor.t()).total(turned, lambda: None) == array_sum(turned, array.T)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,9 +1,11 @@
 """What the ranks staged is added up by the front end, and compared with the manifest before anything is committed."""
 
+from contextlib import closing, nullcontext
+
 import numpy as np
 import pytest
 
-from weightcast import Store
+from weightcast import Publisher, Store
 from weightcast.clock import Deadline
 from weightcast.engines.embedded.messages import Feed, PartLayout, RankRead, SourceBox, Vote
 from weightcast.engines.embedded.replica.votes import VoteLayout, check_sums
@@ -237,21 +239,42 @@ def test_layouts_with_holes_and_crossing_boxes_are_refused():
     VoteLayout.of([PartLayout(boxes=(whole,), sources=shapes)] * 2)
 
 
-def test_converted_parameters_are_not_summed(tmp_path):
+@pytest.mark.parametrize("source", ["store", "shared memory"])
+@pytest.mark.parametrize("mode", ["copy", "inplace"])
+def test_of_parameters_that_are_converted_the_published_bytes_are_summed(tmp_path, source, mode):
+    random, shape = np.random.default_rng(3), (40, 300)
+    weights = {"w": random.normal(size=shape).astype(np.float32), "t": random.normal(size=shape).astype(np.float32)}
     store = Store(tmp_path / "store")
-    store.publish("v1", {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "full")
-    held = Held(TensorSpec("w", DType.BF16, (3, 4)), (Placement("w", Box.whole((3, 4)), (0, 0)),))
-    shards = Shards(held=(held,), sources={"w": (3, 4)})
-    receiver = open_receiver(store.path.as_uri(), rank=0)
-    deadline = Deadline.after(60)
-    manifest = receiver.manifest("v1", deadline=deadline)
-    made = cut(
-        receiver, manifest, shards, held=None, mode="copy", checksum=True, deadline=deadline, progress=lambda *_: None
-    )
-    live = LiveModel({"w": np.zeros((3, 4), dtype=DType.BF16.numpy)})
-    staged = live.stage("v1", source=made)
-    (total,) = made.sums(staged.commit, deadline)
-    assert total.elements == 0
-    layouts = {"main": VoteLayout.of([PartLayout(boxes=(SourceBox("w", (0, 0), (3, 4)),), sources={"w": (3, 4)})])}
-    vote = Vote(nbytes=0, reads=(), sums=(np.zeros(3, dtype="<u8").tobytes(),))
-    check_sums(layouts, [Feed(part="main", manifest=b"", source="")], [manifest], [vote], proved=True)
+    manifest = store.publish("v1", weights, "full")
+    with Publisher(f"ipc://{tmp_path / 'ipc'}") as publisher:
+        publisher.publish("v1", weights)
+        url = store.path.as_uri() if source == "store" else publisher.url
+        for wrong in (False, True):
+            numbers = []
+            for rank in (0, 1):
+                box = Box.shard(shape, dim=1, rank=rank, ranks=2)
+                bf16 = Held(TensorSpec("w", DType.BF16, box.shape), (Placement("w", box, (0, 0)),))
+                turned = Held(TensorSpec("t", DType.F16, box.shape[::-1]), (Placement("t", box, (0, 0), transposed=True),))
+                shards = Shards(held=(bf16, turned), sources={"w": shape, "t": shape})
+                with closing(open_receiver(url, rank=rank)) as receiver:
+                    deadline = Deadline.after(60)
+                    made = cut(
+                        receiver, manifest, shards, held=None, mode=mode, checksum=True, deadline=deadline,
+                        progress=lambda *_: None,
+                    )  # fmt: skip
+                    live = LiveModel({one.spec.name: np.zeros(one.spec.shape, one.spec.dtype.numpy) for one in shards.held})
+                    staged = live.stage("v1", source=made, commit=mode)
+                    sums = made.sums(staged.commit, deadline)
+                    live.abandon(staged)
+                numbers.append([(total.one, total.other, count) for total, count in sums])
+            if wrong:
+                numbers[1][1] = (numbers[1][1][0] ^ 1, *numbers[1][1][1:])
+            votes = [Vote(nbytes=0, reads=(), sums=(np.array(one, dtype="<u8").tobytes(),)) for one in numbers]
+            boxes = [
+                tuple(SourceBox(name, box.start, box.shape) for name in ("w", "t"))
+                for box in (Box.shard(shape, dim=1, rank=rank, ranks=2) for rank in (0, 1))
+            ]
+            layouts = {"main": VoteLayout.of([PartLayout(boxes=one, sources=shards.sources) for one in boxes])}
+            feed = Feed(part="main", manifest=b"", source="")
+            with pytest.raises(DigestMismatch, match=r"t \(held by") if wrong else nullcontext():
+                check_sums(layouts, [feed], [manifest], votes, proved=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from weightcast.tensors.flat import Array, flat_bytes
 from weightcast.tensors.kernels import Indices, kernels
 from weightcast.tensors.lanes import LaneKind, Lanes, Steps, kind_of, lane_count, mapped, unmapped
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Sum, array_sum
 
 
 class LaneMemory(Protocol):
@@ -31,6 +33,9 @@ class LaneMemory(Protocol):
     def holds(self, indices: Indices | None, values: Lanes) -> bool:
         """Whether the lanes at these indices are these."""
 
+    def total(self, spec: TensorSpec, check: Callable[[], None]) -> Sum:
+        """The sum of the tensor under the name of `spec`. `check` is called again and again, and may raise."""
+
 
 def moved_by(before: Lanes, steps: Steps, kind: LaneKind) -> tuple[Lanes, Lanes]:
     """Lanes, and the same after steps."""
@@ -41,7 +46,7 @@ class HostMemory:
     """An array that is contiguous, or whose elements have at most 32 bits."""
 
     def __init__(self, spec: TensorSpec, array: Array) -> None:
-        self.spec = spec
+        self.spec, self._array = spec, array
         kind = kind_of(spec.dtype)
         if not array.flags.writeable:
             raise UnsupportedTensor(f"tensor {spec.name!r} is read-only: a delta changes it in place.")
@@ -83,6 +88,10 @@ class HostMemory:
         if self._flat is not None and indices is not None:
             return kernels().count_unlike(self._flat, indices, values) == 0
         return np.array_equal(self.read(indices), values)
+
+    def total(self, spec: TensorSpec, check: Callable[[], None]) -> Sum:
+        """The sum of the tensor under the name of `spec`."""
+        return array_sum(spec, self._array, check)
 
 
 def memory_of(name: str, tensor: object) -> LaneMemory:

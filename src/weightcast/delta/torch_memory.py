@@ -1,10 +1,12 @@
-"""torch tensors on a device: lanes are read and written by torch's own indexing, where the tensor lies.
+"""torch tensors on a device: lanes are read, written and summed by torch's own operations, where the tensor lies.
 
 The same code runs on host tensors, which is how it is tested; it was not run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -13,9 +15,12 @@ import torch
 from weightcast.delta.memory import moved_by
 from weightcast.errors import UnsupportedTensor
 from weightcast.tensors.kernels import Indices
+from weightcast.tensors.kernels.sum_tables import LANES, TABLES
 from weightcast.tensors.lanes import Lanes, Steps, kind_of
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import Sum, products_sum, range_sum
 
+_SUMMED_AT_ONCE = 1024  # blocks: the products of each word take some memory
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -68,6 +73,26 @@ class TorchMemory:
         """Whether the lanes at these indices are these."""
         return np.array_equal(self.read(indices), values)
 
+    def total(self, spec: TensorSpec, check: Callable[[], None]) -> Sum:
+        """The sum of the tensor under the name of `spec`. Only the products of blocks leave the device."""
+        lanes = self._lanes.reshape(-1)
+        words = lanes if lanes.element_size() == 1 else lanes.view(torch.int16)
+        tables, blocks, total = _tables(words.device), len(words) // LANES, Sum()
+        for first in range(0, blocks, _SUMMED_AT_ONCE):
+            some = words[first * LANES : min(first + _SUMMED_AT_ONCE, blocks) * LANES].view(-1, LANES).to(torch.int16)
+            left, right = [(some ^ table).int() for table in tables[:2]], [(some + table).int() for table in tables[2:]]
+            products = torch.stack([(one * other).sum(dim=1, dtype=torch.int64) for one in left for other in right])
+            total += products_sum(spec, first, products.cpu().numpy())
+            check()
+        rest = words[blocks * LANES :].cpu().contiguous().numpy().view(np.uint8)
+        return total + range_sum(spec, blocks * LANES * words.element_size(), rest)
+
     def _places(self, indices: Indices) -> tuple[torch.Tensor, ...]:
         axes = np.unravel_index(indices.astype(np.int64), tuple(self._lanes.shape))
         return tuple(torch.from_numpy(axis).to(self._lanes.device) for axis in axes)
+
+
+@cache
+def _tables(device: torch.device) -> torch.Tensor:
+    """The tables of sums, where the tensor lies."""
+    return torch.from_numpy(TABLES.copy()).to(device)

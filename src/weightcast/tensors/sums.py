@@ -21,6 +21,7 @@ from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import Algorithm, Hasher, algorithm_of, raw_digest
 from weightcast.tensors.flat import Array, Buffer, byte_blocks
 from weightcast.tensors.kernels import ALL_ROWS, Indices, Rows, Summing, kernels_for
+from weightcast.tensors.kernels.plain import sum_products
 from weightcast.tensors.kernels.sum_tables import mix64
 from weightcast.tensors.lanes import Lanes
 from weightcast.tensors.spec import TensorSpec
@@ -231,6 +232,11 @@ def change_sum(spec: TensorSpec, indices: Indices, before: Lanes, after: Lanes, 
     `rows` says where lanes of another array lie in the tensor.
     """
     return Sum(*kernels_for(4 * before.nbytes).sum_changes(indices, before, after, _seeds(spec), rows))
+
+
+def products_sum(spec: TensorSpec, first: int, products: NDArray[np.int64]) -> Sum:
+    """The part of a tensor's sum that whole blocks of words add, from products that a device worked out (`sum_products`)."""
+    return Sum(*sum_products(products, first, _seeds(spec)))
 
 
 def summing(spec: TensorSpec, first: int, *, whole: bool) -> Summing:

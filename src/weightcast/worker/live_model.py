@@ -18,7 +18,7 @@ from weightcast.clock import Deadline
 from weightcast.errors import ClearIncomplete, DigestMismatch, InvalidInput, WeightcastError, WrongState
 from weightcast.tensors.digest import DEFAULT, algorithm_of, array_digest
 from weightcast.tensors.flat import Array
-from weightcast.tensors.sums import array_sum, root_of_sums
+from weightcast.tensors.sums import Sum, root_of_sums
 from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver, Use
 from weightcast.transports.registry import Source
@@ -36,7 +36,7 @@ from weightcast.worker.shard_target import BoxTarget
 from weightcast.worker.shard_version import ShardVersion
 from weightcast.worker.stager import Stager
 from weightcast.worker.states import LegacyStatus, State
-from weightcast.worker.targets.base import Slot
+from weightcast.worker.targets.base import Slot, live_proof
 from weightcast.worker.targets.capture import CapturedPart, capture_parts
 
 log = logs.get(__name__)
@@ -162,7 +162,7 @@ class LiveModel:
             raise WrongState("take the root digest", self.state, [State.READY])
         served = self._holding.served
         if served is None:
-            return root_of_sums((slot.spec, str(array_sum(slot.spec, slot.live()))) for slot in self._slots())
+            return root_of_sums((slot.spec, live_proof(slot, slot.spec, str(Sum()), self._tick)) for slot in self._slots())
         found: dict[str, TensorEntry] = {}
         for landing in served.plan.landings:
             for entry in (landing.entry, *landing.same):
@@ -443,7 +443,7 @@ def _end_cut(version: ShardVersion, release: Callable[[], None]) -> None:
 def _live_entry(entry: TensorEntry, slot: Slot, tick: Callable[[], None]) -> TensorEntry:
     """A tensor with the sum of its live elements, or, in format 1, the digest of its live bytes."""
     if entry.sum or not entry.digest:
-        return replace(entry, sum=str(array_sum(entry.sum_spec, slot.live(), tick)))
+        return replace(entry, sum=live_proof(slot, entry.sum_spec, str(Sum()), tick))
     return replace(entry, digest=array_digest(slot.live(), algorithm_of(entry.digest)))
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from weightcast import logs
 from weightcast.errors import DigestMismatch
 from weightcast.tensors.flat import flat_bytes
-from weightcast.tensors.sums import Sum, add_up, array_proof, range_sum
+from weightcast.tensors.sums import Sum, add_up, range_sum
 from weightcast.worker.fit import Landing
+from weightcast.worker.targets.base import live_proof
 
 if TYPE_CHECKING:
     from weightcast.worker.holding import Holding
@@ -143,10 +144,10 @@ class Scrubber:
             if hurry():
                 raise _Interrupted
 
-        live = landing.slot.live()
-        if not entry.sum or not live.flags.c_contiguous or not landing.slot.on_host:
-            found = array_proof(entry.sum_spec, live, entry.proof, check)
-            self._compare(name, entry.proof, found)
+        slot = landing.slot
+        live = slot.live() if slot.on_host and entry.sum else None
+        if live is None or not live.flags.c_contiguous:
+            self._compare(name, entry.proof, live_proof(slot, entry.sum_spec, entry.proof, check))
             self._next_tensor()
             return
         flat, known = flat_bytes(live), self._known.get(name)

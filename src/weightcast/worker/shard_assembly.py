@@ -8,16 +8,18 @@ from contextlib import closing
 from functools import partial
 
 from weightcast.clock import Deadline
-from weightcast.tensors.boxes import Held, Placement
+from weightcast.tensors.boxes import Held, Placement, box_of
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.tensors.placing import Check, landing, place, row_start
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import box_sum
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.shard_boxes import GROUP_NBYTES, boxes_nbytes, fetched
 from weightcast.worker.shard_layout import padded
 from weightcast.worker.shard_stream import Origin, Proof, Run, Tally
+from weightcast.worker.shard_sums import ConvertedSums, is_converted
 
 Parameters = Generator[tuple[Held, Array], None, None]
 
@@ -43,22 +45,24 @@ def assembled(
     proof: Proof,
     deadline: Deadline,
     tally: Tally,
+    converted: ConvertedSums,
     group_nbytes: int = GROUP_NBYTES,
 ) -> Parameters:
     """Each parameter once, complete, in memory from `buffers` that is the caller's from then on.
 
     `held` names sources as the version does. Beside what was given out, there is memory only for parameters that are not
-    complete yet and for the tensor that is being cut. `proof` compares the tensors with their digests.
+    complete yet and for the tensor that is being cut. `proof` compares the tensors with their digests. `converted` takes in
+    the sums of boxes that are converted.
     """
     if origin.ranges is not None:
         yield from fetched(
             origin, origin.ranges, held, buffers,
-            proved=proof.checksum, deadline=deadline, tally=tally, group_nbytes=group_nbytes,
+            proved=proof.checksum, deadline=deadline, tally=tally, converted=converted, group_nbytes=group_nbytes,
         )  # fmt: skip
         return
     what = f"cutting {origin.manifest.version} from {origin.receiver.url}"
     entries = needed(origin, held)
-    assembly = _Assembly(held, entries, buffers, partial(deadline.check, what))
+    assembly = _Assembly(held, entries, buffers, converted, partial(deadline.check, what))
     yield from assembly.without_boxes()
     with closing(origin.wholes(entries, assembly, proof=proof, deadline=deadline, tally=tally)) as wholes:
         for entry, tensor in wholes:
@@ -71,8 +75,16 @@ class _Assembly:
     rest from whole tensors.
     """
 
-    def __init__(self, held: Sequence[Held], entries: Mapping[str, TensorEntry], buffers: Buffers, check: Check) -> None:
-        self._held, self._buffers, self._check = held, buffers, check
+    def __init__(
+        self,
+        held: Sequence[Held],
+        entries: Mapping[str, TensorEntry],
+        buffers: Buffers,
+        converted: ConvertedSums,
+        check: Check,
+    ) -> None:
+        self._held, self._entries, self._buffers, self._check = held, entries, buffers, check
+        self._converted = converted
         self._boxes: dict[str, list[tuple[Held, Placement]]] = defaultdict(list)
         for one in held:
             for placement in one.placements:
@@ -93,6 +105,10 @@ class _Assembly:
             name = one.spec.name
             if tensor is not None:
                 place(tensor, self._memory(one), placement, self._check)
+                if is_converted(one, self._entries[source]):
+                    elements = box_of(tensor, placement.box)
+                    total = box_sum(self._entries[source].sum_spec, placement.box, elements, self._check)
+                    self._converted[source, placement.box] = total
             self._to_come[name] -= 1
             if self._to_come[name] == 0:
                 yield one, self._open.pop(name)

@@ -9,15 +9,18 @@ from functools import partial
 from math import prod
 
 from weightcast.clock import Deadline
+from weightcast.tensors.box_plan import intersection
 from weightcast.tensors.boxes import Box, Held, Placement
 from weightcast.tensors.flat import Array, Bytes, flat_bytes
 from weightcast.tensors.placing import Check, landing, place
+from weightcast.tensors.sums import Sum, add_up, box_sum
 from weightcast.transports.base import RangeReceiver
 from weightcast.transports.boxes import fetch_boxes
 from weightcast.wire.manifest import TensorEntry
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.shard_layout import padded
 from weightcast.worker.shard_stream import Origin, Tally
+from weightcast.worker.shard_sums import ConvertedSums, is_converted
 
 GROUP_NBYTES = 256 << 20  # of parameters that are asked for at once
 STREAMED_NBYTES = 32 << 20  # the same where memory is short: each is given away before the next are asked for
@@ -41,12 +44,13 @@ def fetched(
     proved: bool,
     deadline: Deadline,
     tally: Tally,
+    converted: ConvertedSums,
     group_nbytes: int = GROUP_NBYTES,
 ) -> Parameters:
     """Each parameter once, complete, in memory from `buffers` that is the caller's from then on.
 
     `proved`: every byte that comes is compared with the digests of the version's pieces. About `group_nbytes` of
-    parameters are asked for at once.
+    parameters are asked for at once. `converted` takes in the sums of boxes that are converted.
     """
     check = partial(deadline.check, f"fetching {origin.manifest.version} from {origin.receiver.url}")
     for group in _groups(held, group_nbytes):
@@ -57,6 +61,7 @@ def fetched(
         with closing(fetch_boxes(receiver, origin.manifest, wanted, proved=proved, deadline=deadline)) as told:
             for index in told:
                 tally.add(wanted[index].nbytes)
+                converted |= wanted[index].converted_sum()
                 yield from coming.complete(wanted[index])
 
 
@@ -78,14 +83,15 @@ class _Wanted:
 
     def __init__(self, entry: TensorEntry, box: Box, memories: Mapping[str, Array], check: Check) -> None:
         self.tensor, self.box = entry.name, box
-        self._dtype, self._memories, self._check = entry.dtype.numpy, memories, check
+        self._entry, self._memories, self._check = entry, memories, check
+        self._sums: dict[Box, Sum] = {}
         self.nbytes = prod(box.shape) * entry.dtype.itemsize
         self.takers: list[tuple[Held, Placement]] = []
 
     def memory(self, part: Box) -> Bytes | None:
         """The memory of the first parameter, if a part of the box lies there as it comes."""
         one, placement = self.takers[0]
-        if placement.transposed or one.spec.dtype.numpy != self._dtype:
+        if placement.transposed or is_converted(one, self._entry):
             return None
         there = landing(self._memories[one.spec.name], _part_of(placement, part))
         return flat_bytes(there) if there.flags.c_contiguous else None
@@ -98,6 +104,18 @@ class _Wanted:
             if number or not lies:
                 whole = replace(_part_of(placement, part), box=Box.whole(part.shape))
                 place(array, self._memories[one.spec.name], whole, self._check)
+        if self._is_converted:
+            # A box that is fetched anew from other publishers comes in other parts, which take the place of those before.
+            kept = {other: total for other, total in self._sums.items() if intersection(other, part) is None}
+            self._sums = {**kept, part: box_sum(self._entry.sum_spec, part, array, self._check)}
+
+    @property
+    def _is_converted(self) -> bool:
+        return any(is_converted(one, self._entry) for one, _ in self.takers)
+
+    def converted_sum(self) -> ConvertedSums:
+        """The sum of the box, if a parameter converts it. Not before all of it is in its place."""
+        return {(self.tensor, self.box): add_up(self._sums.values())} if self._is_converted else {}
 
 
 def _part_of(placement: Placement, part: Box) -> Placement:

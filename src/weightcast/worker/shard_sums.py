@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.delta.edit import TensorEdit
 from weightcast.delta.sparse import span
-from weightcast.tensors.boxes import Held, Placement
+from weightcast.tensors.boxes import Box, Held, Placement
 from weightcast.tensors.flat import Array
 from weightcast.tensors.kernels import ALL_ROWS, Rows
 from weightcast.tensors.lanes import Lanes, lanes_per_element
@@ -29,25 +29,33 @@ _MATRIX = 2  # dimensions
 
 
 class BoxSum(NamedTuple):
-    """What one box adds to the sum of its tensor, and how many elements that are: none if the rank converts them."""
+    """What one box adds to the sum of its tensor, and how many elements that are."""
 
     total: Sum = Sum()
     elements: int = 0
 
 
-def sum_parameter(one: Held, entries: Mapping[str, TensorEntry], array: Array, check: Check) -> list[BoxSum]:
+ConvertedSums = dict[tuple[str, Box], Sum]
+"""The sums of boxes that a rank converts, by tensor and box: taken from the published bytes before they are converted."""
+
+
+def sum_parameter(
+    one: Held, entries: Mapping[str, TensorEntry], array: Array, converted: ConvertedSums, check: Check
+) -> list[BoxSum]:
     """The sums of the boxes of a parameter, in their order. `array` is the parameter as it will be live."""
-    return [
-        BoxSum(box_sum(entries[p.source].sum_spec, p.box, _elements(array, p), check), prod(p.box.shape))
-        if _is_summed(one, p, entries)
-        else BoxSum()
-        for p in one.placements
-    ]
+
+    def total(placement: Placement) -> Sum:
+        entry = entries[placement.source]
+        if is_converted(one, entry):
+            return converted.get((placement.source, placement.box), Sum())
+        return box_sum(entry.sum_spec, placement.box, _elements(array, placement), check)
+
+    return [BoxSum(total(placement), prod(placement.box.shape)) for placement in one.placements]
 
 
-def _is_summed(one: Held, placement: Placement, entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether a box has the bits that were published: a converted one has not."""
-    return entries[placement.source].dtype == one.spec.dtype
+def is_converted(one: Held, entry: TensorEntry) -> bool:
+    """Whether a parameter does not keep the bits that were published."""
+    return entry.dtype != one.spec.dtype
 
 
 def _elements(array: Array, placement: Placement) -> Array:
@@ -72,7 +80,7 @@ def add_changes(
     for one in held:
         edit = edits.get(one.spec.name)
         for placement in one.placements:
-            if edit is not None and _is_summed(one, placement, entries):
+            if edit is not None:
                 growth = _growth(edit, one.spec, placement, entries[placement.source].sum_spec, check)
                 after[at] = after[at]._replace(total=after[at].total + growth)
             at += 1

@@ -20,7 +20,7 @@ from weightcast.worker.shard_assembly import assembled
 from weightcast.worker.shard_boxes import STREAMED_NBYTES
 from weightcast.worker.shard_layout import HeldVersion, Shards
 from weightcast.worker.shard_stream import Origin, Proof, untold
-from weightcast.worker.shard_sums import BoxSum, add_changes, sum_parameter
+from weightcast.worker.shard_sums import BoxSum, ConvertedSums, add_changes, sum_parameter
 
 
 class ShardVersion:
@@ -45,6 +45,7 @@ class ShardVersion:
         changes: Delta | None,
         nbytes: int,
         unproved: Mapping[str, str],
+        converted: ConvertedSums,
         sums: tuple[BoxSum, ...] = (),
     ) -> None:
         self.url = origin.receiver.url
@@ -52,7 +53,7 @@ class ShardVersion:
         self.shard = shard
         self.nbytes = nbytes
         self.unproved = unproved
-        self._sums = sums
+        self._sums, self._converted = sums, converted
         self._origin, self._shards, self._buffers = origin, shards, buffers
         self._held, self._restore = held, restore
         self._arrays, self._changes = arrays, changes
@@ -76,8 +77,8 @@ class ShardVersion:
             return tuple(add_changes(self._held.sums, held, entries, edits, check))
         if self._arrays is None:
             return self._sums
-        arrays = self._arrays
-        return tuple(total for one in held for total in sum_parameter(one, entries, arrays[one.spec.name], check))
+        arrays, converted = self._arrays, self._converted
+        return tuple(total for one in held for total in sum_parameter(one, entries, arrays[one.spec.name], converted, check))
 
     def newest(self) -> str:
         """The version that was cut."""
@@ -133,9 +134,11 @@ class ShardVersion:
         held = [one for one in self._shards.named_as(origin.manifest) if names is None or one.spec.name in names]
         tally = untold()
         proof = Proof(origin, checksum=False, hashed=False)  # the digests of parameters are compared where they are written
-        with closing(
-            assembled(origin, held, self._buffers, proof=proof, deadline=deadline, tally=tally, group_nbytes=STREAMED_NBYTES)
-        ) as parameters:
+        stream = assembled(
+            origin, held, self._buffers,
+            proof=proof, deadline=deadline, tally=tally, converted={}, group_nbytes=STREAMED_NBYTES,
+        )  # fmt: skip
+        with closing(stream) as parameters:
             for one, array in parameters:
                 if one.spec.nbytes:
                     yield Piece(one.spec.name, 0, flat_bytes(array).data)

@@ -34,7 +34,7 @@ from weightcast.worker.shard_assembly import assembled, needed, needed_nbytes
 from weightcast.worker.shard_boxes import GROUP_NBYTES, STREAMED_NBYTES
 from weightcast.worker.shard_layout import HeldVersion, Shape, Shards
 from weightcast.worker.shard_stream import Origin, Progress, Proof, Tally
-from weightcast.worker.shard_sums import BoxSum, sum_parameter
+from weightcast.worker.shard_sums import BoxSum, ConvertedSums, is_converted, sum_parameter
 from weightcast.worker.shard_version import ShardVersion
 
 __all__ = ["CutMode", "HeldVersion", "Shape", "ShardVersion", "Shards", "cut"]
@@ -146,10 +146,10 @@ class _Cut:
         if held is None or not held.proved or delta_use(receiver) == "never":
             return ()
         entries = manifest.by_name()
-        converted = any(entries[p.source].dtype != one.spec.dtype for one in self.shards.held for p in one.placements)
-        if converted or not self._same_layout(held) or held.full.tied != manifest.tied:
+        if manifest.base is None or not self._same_layout(held) or held.full.tied != manifest.tied:
             return ()
-        if manifest.base is None:
+        if any(is_converted(one, entries[p.source]) for one in self.shards.held for p in one.placements):
+            log.info("delta not used", version=manifest.version, why="the rank converts weights and keeps no published bits")
             return ()
         route = plan_route(receiver, manifest, held=held.full, deadline=self.deadline)
         return route.deltas if route.full is None else ()
@@ -161,6 +161,7 @@ class _Cut:
         tally = Tally(needed_nbytes(self.origin, held), self.progress)
         proof = Proof(self.origin, checksum=self.checksum)
         arrays: dict[str, Array] = {}
+        converted: ConvertedSums = {}
         summed: dict[str, _Summed] = {}
         check = partial(self.deadline.check, f"summing the parameters of {self.origin.manifest.version}")
         entries = self.origin.manifest.by_name()
@@ -172,6 +173,7 @@ class _Cut:
                 proof=proof,
                 deadline=self.deadline,
                 tally=tally,
+                converted=converted,
                 group_nbytes=GROUP_NBYTES if keep else STREAMED_NBYTES,
             )
         ) as parameters:
@@ -180,12 +182,13 @@ class _Cut:
                     arrays[one.spec.name] = array
                 else:
                     own = str(array_sum(one.spec, array, check))
-                    summed[one.spec.name] = _Summed(own, sum_parameter(one, entries, array, check))
+                    summed[one.spec.name] = _Summed(own, sum_parameter(one, entries, array, converted, check))
                 del array  # its memory is for the next one
         full = proof.seal(needed(self.origin, held), self.deadline)
         shard = self._manifest({name: one.parameter for name, one in summed.items()})
         boxes = () if keep else tuple(total for one in held for total in summed[one.spec.name].boxes)
-        return self._version(full, shard, tally, proof.unproved, arrays=arrays if keep else None, sums=boxes)
+        kept = arrays if keep else None
+        return self._version(full, shard, tally, proof.unproved, arrays=kept, sums=boxes, converted=converted)
 
     def by_delta(self, deltas: tuple[Manifest, ...]) -> ShardVersion:
         """The changes of all parameters; without deltas there are none. What they lead to is summed when they are staged."""
@@ -236,9 +239,10 @@ class _Cut:
         arrays: dict[str, Array] | None = None,
         changes: Delta | None = None,
         sums: tuple[BoxSum, ...] = (),
+        converted: ConvertedSums | None = None,
     ) -> ShardVersion:
         return ShardVersion(
             Origin(self.origin.receiver, full), shard, self.shards, self.buffers,
             held=self.held, restore=self.restore, arrays=arrays, changes=changes, nbytes=tally.nbytes,
-            unproved=unproved, sums=sums,
+            unproved=unproved, converted=converted or {}, sums=sums,
         )  # fmt: skip

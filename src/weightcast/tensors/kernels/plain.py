@@ -327,6 +327,16 @@ def _weighed(blocks: NDArray[np.int64], products: list[NDArray[np.int64]], seeds
     return np.array([one.sum(dtype=np.uint64), other.sum(dtype=np.uint64)])
 
 
+def sum_products(products: NDArray[np.int64], first: int, seeds: NDArray[np.uint64]) -> tuple[int, int]:
+    """The two sums of whole blocks from block `first` on.
+
+    `products` has four rows, each added up for each block: left 0 · right 0, left 0 · right 1, left 1 · right 0 and
+    left 1 · right 1, as docs/format.md calls the factors.
+    """
+    total = _weighed(first + np.arange(products.shape[1]), list(products), seeds)
+    return int(total[0]), int(total[1])
+
+
 def _multipliers(seed: np.uint64, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
     numbers = seed + (blocks + 1).view(np.uint64) * np.uint64(GOLDEN)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

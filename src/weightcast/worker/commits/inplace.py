@@ -12,7 +12,7 @@ from weightcast.clock import Deadline
 from weightcast.delta.edit import move_tensor
 from weightcast.errors import SourceFailed
 from weightcast.tensors.flat import Array, Bytes, empty, flat_bytes
-from weightcast.tensors.sums import Sum, array_proof
+from weightcast.tensors.sums import Sum
 from weightcast.transports.base import Receiver
 from weightcast.wire.manifest import Manifest, TensorEntry
 from weightcast.worker.commits.staged import StagedCommit, Tick, silent
@@ -20,7 +20,7 @@ from weightcast.worker.deltas import DeltaChain
 from weightcast.worker.fit import Plan, check_ties
 from weightcast.worker.sealing import Expected
 from weightcast.worker.staging import Coverage, check_digests, received
-from weightcast.worker.targets.base import Slot
+from weightcast.worker.targets.base import Slot, live_proof
 
 Replan = Callable[[Manifest], Plan]
 
@@ -136,7 +136,7 @@ class Stream:
         slot.install(slot.make(empty(slot.spec)))
 
     def _digest(self, slot: Slot, entry: TensorEntry, wanted: str, digests: dict[str, str]) -> None:
-        found = array_proof(entry.sum_spec, slot.live(), wanted or str(Sum()), self.tick)
+        found = live_proof(slot, entry.sum_spec, wanted or str(Sum()), self.tick)
         if found != wanted or entry.name not in digests:  # of several slots, the one that is wrong counts
             digests[entry.name] = found
         self.tick()

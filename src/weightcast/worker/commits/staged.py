@@ -11,12 +11,12 @@ from weightcast.clock import Deadline
 from weightcast.delta.edit import TensorEdit
 from weightcast.errors import DigestMismatch, InvalidInput
 from weightcast.tensors.flat import Array, flat_bytes
-from weightcast.tensors.sums import Sum, array_proof
+from weightcast.tensors.sums import Sum
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.fit import Landing, Plan
 from weightcast.worker.staging import Verified
-from weightcast.worker.targets.base import Slot
+from weightcast.worker.targets.base import Slot, live_proof
 
 Tick = Callable[[], None]
 
@@ -99,7 +99,7 @@ def prove_landings(where: str, landings: Iterable[Landing], tick: Tick = silent)
     wrong = []
     for landing in landings:
         entry = landing.entry
-        found = array_proof(entry.sum_spec, landing.slot.live(), entry.proof, tick)
+        found = live_proof(landing.slot, entry.sum_spec, entry.proof, tick)
         if found != entry.proof:
             wrong.append((landing.slot.spec.name, entry.proof, found))
         tick()

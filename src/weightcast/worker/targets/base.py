@@ -8,6 +8,7 @@ from typing import Protocol
 from weightcast.delta.memory import LaneMemory
 from weightcast.tensors.flat import Array
 from weightcast.tensors.spec import TensorSpec
+from weightcast.tensors.sums import array_proof, is_sum
 
 
 class Slot(Protocol):
@@ -55,3 +56,10 @@ class Slot(Protocol):
 
     def watch(self) -> Callable[[], bool]:
         """A function that tells later whether the memory the slot has now was freed."""
+
+
+def live_proof(slot: Slot, spec: TensorSpec, expected: str, check: Callable[[], None]) -> str:
+    """The digest of the live elements as the tensor `spec`, of the same kind as `expected`. Sums are taken on the device."""
+    if is_sum(expected) and not slot.on_host:
+        return str(slot.lanes().total(spec, check))
+    return array_proof(spec, slot.live(), expected, check)

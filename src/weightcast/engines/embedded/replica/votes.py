@@ -71,7 +71,7 @@ def check_sums(
     """Compare the sums that the ranks voted with: copies of a box with each other, and each tensor with its manifest.
 
     Raises `DigestMismatch` that names every tensor that is wrong and the ranks that hold it. Tensors without sums (format
-    1), and those that ranks convert, are compared between ranks only; all are, if the version is not `proved`.
+    1) are compared between ranks only; all are, if the version is not `proved`.
     """
     wrong: list[tuple[str, str, str]] = []
     for number, (feed, manifest) in enumerate(zip(feeds, manifests, strict=True)):
@@ -112,6 +112,6 @@ def _compare(
     expected, found = f"{prod(entry.shape)} elements", f"{elements} elements"
     if elements == prod(entry.shape) and proved and entry.sum:
         expected, found = entry.sum, str(total)
-    if elements and found != expected:
+    if found != expected:
         ranks = sorted({holder.rank for who in boxes.values() for holder in who})
         yield f"{entry.name} (held by rank(s) {ranks})", expected, found
