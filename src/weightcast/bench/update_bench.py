@@ -355,8 +355,8 @@ class _Replica:
 
     @contextmanager
     def _open(self, source: Source) -> Iterator[tuple[str, dict[str, int]]]:
-        """A source on the store, and the processes that it takes. A depot is a new one: what it fetched or worked out before
-        is gone.
+        """A source on the store, and the processes that it takes. A depot is a new one, which has no
+        version open yet.
         """
         if source == "file":
             yield self._made.store_dir.as_uri(), {}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=click.Choice(TRANSPORTS),
     default=DEFAULT,
     show_default=True,
-    help="How versions get to the engine. ipc holds whole versions; the others send deltas.",
+    help="How versions get to the engine.",
 )
 @click.option("--steps", type=click.IntRange(min=2), default=STEPS, show_default=True, help="Optimizer steps.")
 @click.option(

@@ -54,7 +54,9 @@ def vllm() -> None:
     type=click.Choice(["keep", "wait", "abort"]),
     help="Stop generating around the commit: requests are kept, waited for, or aborted.  [default: no pause]",
 )
-@click.option("--no-verify", is_flag=True, help="Do not compare digests with the manifest's.  [default: every byte is]")
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare bytes with the digests of the manifest.  [default: all are compared]"
+)
 @click.option("--probe", is_flag=True, help="Compare what servers compute with the fingerprint in the version's metadata.")
 @click.option("--timeout", type=_SECONDS, default=180.0, show_default=True, metavar="SEC", help="For all of it, seconds.")
 @_TOKEN

@@ -77,7 +77,7 @@ async def weights(call: Call[NoFields]) -> Reply:
 
 
 async def verify(call: Call[VerifyBody]) -> Reply:
-    """Compute the digests of the live weights anew and compare them. A difference turns the replica FAILED."""
+    """Sum all live weights anew and compare the sums. A difference turns the replica FAILED."""
     return Reply(await call.engine.verify(timeout_s=call.body.timeout))
 
 

@@ -1,6 +1,6 @@
 """Lossless deltas between two states: sparse differences in units in the last place, packed below 1.5 bytes per change.
 
-    packed = delta.encode(base, new)        # bytes; packing="gaps" if receivers hold only slices
+    packed = delta.encode(base, new)        # bytes; packing="gaps" is decoded without the base
     edit = delta.apply(target, packed)      # in place, whole and proved, or not at all
     sparse = delta.decode(packed, base)     # indices and steps, for `fold`, `invert`, `slice` and `pack`
 

@@ -1,10 +1,9 @@
 """The four ways from the trainer to the engine, behind one seam: publish a version, and tell the engine where it is.
 
 `file`, `http` and `nixl` keep versions in a store: the first is full, the next ones are deltas on the one before, and, by
-the store's own policy, one in twenty is full again. The policy assumes a link of 1 Gbit/s, as between hosts: within one host
-a full version of this small model is as cheap as a delta. The engine reads the store itself, or asks a depot in the
-trainer's process. `ipc` holds whole versions in shared memory: on one host a copy is cheaper than looking for what has
-changed, so there every version is full.
+the store's own policy, one in twenty is full again. The engine reads the store itself, or asks a depot in the trainer's
+process. `ipc` holds whole versions in shared memory, each with its changes since the one before. All policies assume a link
+of 1 Gbit/s, as between hosts: within one host a full version of this small model is as cheap as a delta.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class LiveWeights(Protocol):
         """Cancel an update that is staging; returns when it has ended. One that commits or has ended is `WrongState`."""
 
     async def verify(self, *, timeout_s: float) -> list[dict[str, Any]]:
-        """Recompute the digests of the live weights. One entry per rank; a mismatch turns the replica FAILED and raises."""
+        """Sum all live weights anew. One entry per rank; a mismatch turns the replica FAILED and raises."""
 
     async def rollback(self, *, timeout_s: float) -> WeightsStatus:
         """Go back to the previous version, and pin it. Raises `NotFound` if it is not held any more."""

@@ -25,7 +25,7 @@
     ├── SourceFailed              the source died, or sent too little, too much or the same twice
     ├── AccessRefused             a depot wants a token, or another one than it was given
     ├── SourceNotAllowed          a request names a source that only the operator may name
-    ├── GatherFailed              ranks of a trainer could not gather the tensors of a sharded model
+    ├── GatherFailed              ranks of a trainer could not gather a sharded model, or write their parts
     ├── ReceiversLost             receivers of a live stream died, gave up or took too long
     ├── DeadlineExceeded
     ├── StorageFailed             the file system refused: full, read-only, no permission

@@ -1,1 +1,1 @@
-"""The trainer's side: making versions available to the engines of this host."""
+"""The trainer's side: making versions available to engines, of this host and of others."""

@@ -20,7 +20,7 @@ from weightcast.wire.manifest import Manifest
 class Kept(Protocol):
     """What is kept of the last state. When it is needed it is brought up to date from the store, or rebuilt from it.
 
-    It is not proved here. `DeltaWriter` compares it with the digests of its version while it reads it.
+    It is not proved here. `DeltaWriter` compares it with the sums of its version while it reads it.
     """
 
     def opened(self, chain: Chain) -> AbstractContextManager[State]:

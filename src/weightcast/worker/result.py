@@ -22,10 +22,10 @@ class Timeline:
 
     - lookup: open the source and find out what the version is
     - stage: fetch it, decode it, and prepare the commit
-    - verify: compare what was staged with its digests
+    - verify: compare what was staged with its digests and sums
     - wait: for a commit to begin or to go on: for running requests to end, for an earlier call, for the caller
     - commit: change the live weights, on all ranks
-    - proof: compare the live weights with their digests
+    - proof: read back what the commit changed
     - settle: make the version the one that is served, and tell the source
     """
 

@@ -477,8 +477,8 @@ def _let_go(error: BaseException) -> None:
 
 
 def changed_names(before: Manifest | None, after: Manifest) -> set[str]:
-    """The names, tied ones too, whose bytes differ between two versions, told by their digests; all if there is nothing to
-    compare.
+    """The names, tied ones too, whose bytes differ between two versions, told by their sums or digests; all if there
+    is nothing to compare.
     """
     if before is None:
         return set(after.by_name())

@@ -205,13 +205,13 @@ class Part:
             )
 
     def stage(self, fetched: Fetched, deadline: Deadline) -> tuple[float, bytes]:
-        """Make everything ready for `enter`, beside the live model. Gives the seconds that comparing digests took, and the
-        sums of what was staged, for the vote.
+        """Make everything ready for `enter`, beside the live model. Gives the seconds that verifying took, and the sums of
+        what was staged, for the vote.
         """
         version, fetch_s = fetched.version, time.monotonic() - fetched.began
         asked: CommitMode = "copy" if fetched.commit == "auto" else fetched.commit
         mode: CommitMode = "delta" if version.by_delta and (asked != "swap" or version.unchanged) else asked
-        # Always verified: the slices have digests of their own.
+        # Always verified: the parameters have sums of their own.
         staged = self._live.stage(version.shard.version, source=version, commit=mode, deadline=deadline)
         staged.timeline.attribute(fetch_s, to="stage")
         staged.nbytes, staged.source = version.nbytes, fetched.source

@@ -65,7 +65,7 @@ class Inspection:
         self._previous = found.pop() if len(found) == 1 else None
 
     async def verify(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Recompute all digests. Weights that are not those of the version are not served any longer."""
+        """Sum all live weights anew. Weights that are not those of the version are not served any longer."""
         self._host.allow(Operation.VERIFY)
         deadline = Deadline.after(timeout_s)
         run = self._host.run

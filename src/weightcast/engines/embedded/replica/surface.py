@@ -77,7 +77,7 @@ class LiveSurface:
         await self._inspection.check_version(wanted)
 
     async def verify(self, *, timeout_s: float) -> list[dict[str, Any]]:
-        """Recompute the digests of the live weights."""
+        """Sum all live weights anew."""
         return await self._inspection.verify(timeout_s)
 
     async def digest(self, names: Collection[str], algorithm: str, *, timeout_s: float) -> list[dict[str, Any]]:
