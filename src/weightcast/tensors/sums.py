@@ -51,6 +51,10 @@ class Sum:
     def __sub__(self, less: Sum) -> Sum:
         return Sum((self.one - less.one) & _MASK, (self.other - less.other) & _MASK)
 
+    def times(self, copies: int) -> Sum:
+        """The sum of so many copies."""
+        return Sum(self.one * copies & _MASK, self.other * copies & _MASK)
+
     def __str__(self) -> str:
         return f"{LABEL}:{self.one:016x}{self.other:016x}"
 

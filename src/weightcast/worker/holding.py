@@ -8,7 +8,7 @@ from weightcast import logs
 from weightcast.errors import CommitFailed, InvalidInput, NotFound, UpdateFailed, WeightcastError, WrongState
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.commits.delta import DeltaSwapCommit, Spare
-from weightcast.worker.commits.staged import Tick, prove_landings
+from weightcast.worker.commits.staged import Tick, prove_landings, silent
 from weightcast.worker.result import UpdateResult, finished
 from weightcast.worker.scrub import Scrubber
 from weightcast.worker.serving import Entered, Former, Served, StagedUpdate, Torn
@@ -76,12 +76,13 @@ class Holding:
 
     # -- entered -------------------------------------------------------------------------------------------------
 
-    def commit(self, staged: StagedUpdate) -> UpdateResult:
-        """All of it: enter, prove, settle."""
+    def commit(self, staged: StagedUpdate, agree: Callable[[], object] = silent) -> UpdateResult:
+        """All of it: enter, prove, settle. `agree` may raise before it is settled: then it is taken back."""
         self.enter(staged)
         entered = self._current("prove")
         try:
             self.prove()
+            agree()
         except BaseException as error:
             self._take_back(entered, error)
             raise
@@ -126,7 +127,7 @@ class Holding:
             raise InvalidInput(f"version {staged.version} was entered and not proved: call prove() before settle().")
         staged.timeline.enter("settle")
         self._entered = None
-        self.served = Served(staged.manifest, staged.plan, proved=staged.checksum, full=staged.full)
+        self.served = Served(staged.manifest, staged.plan, proved=staged.checksum, full=staged.full, sums=staged.sums)
         self.scrubber.follow(before, self.served, staged.commit.growth)
         self._spare = staged.commit.next_spare() if isinstance(staged.commit, DeltaSwapCommit) else None
         if self._keep_previous and before is not None and before.proved and staged.commit.keep_way_back():

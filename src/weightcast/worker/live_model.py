@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Self, get_args
 
@@ -23,6 +23,7 @@ from weightcast.transports.base import AcknowledgingReceiver, Receiver
 from weightcast.transports.kept import KeptReceiver, Use
 from weightcast.transports.registry import Source
 from weightcast.wire.manifest import Manifest, TensorEntry, compute_root
+from weightcast.worker.agreement import Agreement, AllReduce
 from weightcast.worker.buffers import Buffers
 from weightcast.worker.commits.staged import silent
 from weightcast.worker.fit import FitRules, Group
@@ -32,6 +33,7 @@ from weightcast.worker.route import choose_version
 from weightcast.worker.scrub import ScrubReport
 from weightcast.worker.serving import StagedUpdate
 from weightcast.worker.shard_layout import Shards
+from weightcast.worker.shard_sums import BoxSum
 from weightcast.worker.shard_target import BoxTarget
 from weightcast.worker.shard_version import ShardVersion
 from weightcast.worker.stager import Stager
@@ -55,10 +57,15 @@ class LiveModel:
     from outside while an update is staged, nor between updates by deltas. One update runs at a time; a second is refused.
 
     Of a module that FSDP2 shards, or other DTensors, each rank has a `LiveModel` of its own, which takes the boxes that the
-    rank holds: updates must then be made on all ranks, and are not coordinated between them. `layout` says the same of a
-    model with tensor parallelism of its own: which boxes of a version's tensors its parameters are made of (`Shards`). Such
-    a model is committed by `copy`, `inplace` or `delta`, with `layout` also by `swap`; its `served_manifest` and
-    `root_digest` are those of its own parameters.
+    rank holds. `layout` says the same of a model with tensor parallelism of its own: which boxes of a version's tensors its
+    parameters are made of (`Shards`). Such a model is committed by `copy`, `inplace` or `delta`, with `layout` also by
+    `swap`; its `served_manifest` and `root_digest` are those of its own parameters.
+
+    `all_reduce` lets the ranks of such a model update together or not at all: it gets an array of int64, adds it up over all
+    ranks and returns it, or raises if a rank does not come in time. Then all ranks must call `update`, or `stage` and
+    `commit`, at the same time. What they staged must add up to the version before any of them commits, and a commit that
+    fails on one rank is taken back on all. `enter`, `prove` and `settle` agree on nothing. Without it ranks do not know of
+    each other, and each proves the bytes that it fetches.
 
     `rank` is who this is: sources that hold a file for each rank (`snapshot://`, `legacy-ipc://`) give that rank's, and
     results, logs and errors name it. `strip_wrappers` compares names without what `torch.compile`, activation checkpointing,
@@ -86,6 +93,7 @@ class LiveModel:
         source: Source | None = None,
         device: str = "cpu",
         layout: Shards | None = None,
+        all_reduce: AllReduce | None = None,
         strip_wrappers: bool = False,
         groups: Sequence[Group] = (),
         ignore: Sequence[str] = (),
@@ -110,6 +118,9 @@ class LiveModel:
         self._parts = capture_parts(model, device, strip_wrappers=strip_wrappers)
         self._rules = FitRules(groups=groups, ignore=ignore, fixed=fixed, strip_wrappers=strip_wrappers)
         self._boxes = BoxTarget.of(self._parts, self._rules, layout)
+        self._agreement = Agreement(all_reduce) if all_reduce is not None else None
+        if self._agreement is not None and self._boxes is None:
+            raise InvalidInput("all_reduce is for ranks that hold a model between them: give a layout, or a sharded module.")
         self._source = source
         self._tick = tick or silent
         self._whole_by: WholeMode = whole_by
@@ -193,8 +204,9 @@ class LiveModel:
         _check_mode(commit)
         deadline, timeline = Deadline.after(timeout), Timeline()
         chosen = self._chosen(source, version, timeline, verify_checksum=verify_checksum, deadline=deadline)
-        with chosen as (stager, manifest, use):
+        with self._together(), chosen as (stager, manifest, use):
             if self._holding.serves(manifest):
+                self._agree_on_served(manifest)
                 if isinstance(stager.receiver, AcknowledgingReceiver):  # or a publisher waits for this reader
                     stager.receiver.acknowledge(manifest, self.name, deadline=Deadline.after(_ACKNOWLEDGE_S))
                 return finished(manifest.version, self.rank, stager.receiver.url, "none", 0, 0, timeline)
@@ -222,12 +234,15 @@ class LiveModel:
         _check_mode(commit)
         deadline, timeline = deadline or Deadline.after(timeout), Timeline()
         chosen = self._chosen(source, version, timeline, verify_checksum=verify_checksum, deadline=deadline)
-        with chosen as (stager, manifest, use):
+        with self._together(), chosen as (stager, manifest, use):
             return self._stage(stager, manifest, commit, use)
 
     def commit(self, staged: StagedUpdate) -> UpdateResult:
         """Make a staged version live, or put everything back and raise `CommitFailed`: `enter`, `prove` and `settle`."""
-        return self._holding.commit(staged)
+        if self._agreement is None:
+            return self._holding.commit(staged)
+        with self._agreement.round():
+            return self._holding.commit(staged, partial(self._agreement.agree, f"committing {staged.version}"))
 
     def abandon(self, staged: StagedUpdate) -> None:
         """Drop a staged version. The model goes on as if it had never been fetched."""
@@ -409,7 +424,38 @@ class LiveModel:
         )  # fmt: skip
         stager.timeline.enter("wait")
         holding.hold(staged)
+        if self._agreement is not None and version is not None:
+            try:
+                staged.sums = version.sums(ready.commit, stager.deadline)
+                self._agree(version.full, staged.sums, proved=stager.checksum)
+            except BaseException:
+                holding.abandon(staged)
+                raise
         return staged
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What all ranks do at the same time, if they agree on updates: none of them waits for one that has failed."""
+        with self._agreement.round() if self._agreement is not None else nullcontext():
+            yield
+
+    def _agree(self, full: Manifest, sums: Sequence[BoxSum], *, proved: bool, moves: bool = True) -> bool:
+        """All ranks hold or have staged the same version, and add up to it. Gives whether any rank will commit."""
+        agreement, boxes = self._agreement, self._boxes
+        if agreement is None or boxes is None:
+            return moves
+        by_tensor = boxes.tensor_sums(full, sums)
+        moving = agreement.agree(f"staging {full.version}", state=full.root_digest, moves=moves)
+        agreement.check_sums(full, by_tensor, ignored=boxes.ignores, proved=proved)
+        return moving
+
+    def _agree_on_served(self, manifest: Manifest) -> None:
+        """A rank that serves the version already takes part in what the other ranks agree on."""
+        agreement, served = self._agreement, self._holding.served
+        if agreement is None or served is None:
+            return
+        if self._agree(served.full or manifest, served.sums, proved=served.proved, moves=False):
+            agreement.agree(f"committing {manifest.version}")
 
     def _acknowledge(self, source: Source, manifest: Manifest) -> None:
         """Tell the source that a version is served, so that it keeps what the next delta is made on."""

@@ -13,6 +13,7 @@ from weightcast.worker.commits.delta import Spare
 from weightcast.worker.commits.staged import StagedCommit, silent
 from weightcast.worker.fit import Plan
 from weightcast.worker.result import CommitMode, Timeline
+from weightcast.worker.shard_sums import BoxSum
 from weightcast.worker.states import State
 
 
@@ -22,12 +23,14 @@ class Served:
 
     `proved` is false where the caller declined the checksum: then the version's name is all that is known of the bytes.
     `full` is the version as it was published, where the model holds boxes of its tensors and `manifest` is about those.
+    `sums` are what these boxes add to its sums, where ranks agree by them.
     """
 
     manifest: Manifest
     plan: Plan
     proved: bool
     full: Manifest | None = None
+    sums: tuple[BoxSum, ...] = ()
 
 
 @dataclass
@@ -35,7 +38,7 @@ class StagedUpdate:
     """A version that is staged and verified and waits for `commit` (or `enter`) or `abandon`.
 
     `release` closes the source where the commit still needs it: it is called once, when the update has ended.
-    `acknowledge` tells the source that the version is served. `full` is as in `Served`.
+    `acknowledge` tells the source that the version is served. `full` and `sums` are as in `Served`.
     """
 
     manifest: Manifest
@@ -50,6 +53,7 @@ class StagedUpdate:
     release: Callable[[], None]
     acknowledge: Callable[[], None] = silent
     full: Manifest | None = None
+    sums: tuple[BoxSum, ...] = ()
 
     @property
     def version(self) -> str:
@@ -63,7 +67,7 @@ class StagedUpdate:
 
     @property
     def verify_s(self) -> float:
-        """Seconds that comparing the digests of what was staged took."""
+        """Seconds that verifying what was staged took."""
         return self.timeline.seconds("verify")
 
     def incoming(self) -> dict[str, Array]:

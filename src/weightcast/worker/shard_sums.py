@@ -53,6 +53,16 @@ def sum_parameter(
     return [BoxSum(total(placement), prod(placement.box.shape)) for placement in one.placements]
 
 
+def sums_by_tensor(held: Sequence[Held], sums: Sequence[BoxSum]) -> dict[str, BoxSum]:
+    """What all boxes of a rank add to each tensor. `sums` has those of the boxes in their order."""
+    found: dict[str, BoxSum] = {}
+    sources = [placement.source for one in held for placement in one.placements]
+    for source, (total, elements) in zip(sources, sums, strict=True):
+        before = found.get(source, BoxSum())
+        found[source] = BoxSum(before.total + total, before.elements + elements)
+    return found
+
+
 def is_converted(one: Held, entry: TensorEntry) -> bool:
     """Whether a parameter does not keep the bits that were published."""
     return entry.dtype != one.spec.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import prod
 
 from weightcast.errors import InvalidInput
@@ -13,6 +14,7 @@ from weightcast.worker.fit import FitRules, broken_groups, misfit, plan_update
 from weightcast.worker.result import CommitMode
 from weightcast.worker.serving import Served
 from weightcast.worker.shard_layout import HeldVersion, Shards
+from weightcast.worker.shard_sums import BoxSum, sums_by_tensor
 from weightcast.worker.shard_version import ShardVersion
 from weightcast.worker.shards import cut
 from weightcast.worker.stager import Stager
@@ -48,7 +50,7 @@ class BoxTarget:
         """What the model takes of a version, fetched and proved. Nothing live is touched."""
         held = None
         if served is not None and served.full is not None and all(slot.resident for slot in self.part.slots):
-            held = HeldVersion(served.full, served.manifest, stager.receiver.url, proved=served.proved)
+            held = HeldVersion(served.full, served.manifest, stager.receiver.url, proved=served.proved, sums=served.sums)
         based = held is not None and manifest.base is not None and manifest.base.root_digest == held.full.root_digest
         return cut(
             stager.receiver,
@@ -65,10 +67,19 @@ class BoxTarget:
         )
 
     def staging(self, stager: Stager, version: ShardVersion, mode: CommitMode) -> tuple[Stager, Manifest, CommitMode]:
-        """What stages that: its tensors are called as the model's own, and have digests of their own."""
+        """What stages that: its tensors are called as the model's own, and have sums of their own."""
         part = CapturedPart(ModelPart(self.part.part.model), self.part.slots)
         own = replace(stager, receiver=version, parts=(part,), rules=FitRules(fixed=("*",)), checksum=True)
         return own, version.shard, "delta" if version.by_delta and mode != "swap" else mode
+
+    def tensor_sums(self, full: Manifest, sums: Sequence[BoxSum]) -> dict[str, BoxSum]:
+        """What the model's boxes add to the sums of a version, by tensor. `sums` are those of the boxes in their order."""
+        return sums_by_tensor(self._shards(full, swap=False).named_as(full), sums)
+
+    def ignores(self, name: str) -> bool:
+        """Whether no rank wants a tensor of a version."""
+        patterns = (*self.rules.ignore, *(self.layout.ignore if self.layout is not None else ()))
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def _shards(self, manifest: Manifest, *, swap: bool) -> Shards:
         if self.layout is not None:

@@ -3,7 +3,7 @@
     shard = cut(receiver, manifest, shards, held=serving, mode="copy", checksum=True, deadline=deadline, progress=told)
     live.update(shard.newest(), source=shard)
 
-A `ShardVersion` has a manifest and digests like any other version, so whatever stages and commits versions of whole tensors
+A `ShardVersion` has a manifest with sums like any other version, so whatever stages and commits versions of whole tensors
 needs to know nothing of slices, fused or transposed layers.
 """
 

@@ -108,7 +108,7 @@ class Stager:
             return None
         delta = deltas.along(served.plan, served.manifest)
         self.deadline.check(f"decoding the deltas to {route.manifest.version}")
-        self.timeline.enter("verify")  # preparing it compares the state that it leads to with the digests
+        self.timeline.enter("verify")  # preparing it compares the sums that it leads to with the manifest's
         commit: StagedCommit
         if mode == "swap":
             commit = DeltaSwapCommit(
