@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -83,21 +84,36 @@ class _KeptInStore:
 
 
 class _KeptInMemory:
-    """A private copy of all tensors, which the deltas that were published since are applied to."""
+    """A private copy of all tensors, which the deltas that were published since are applied to.
+
+    A delta that was published is applied in a thread of its own: the caller of `publish` does not wait for that.
+    """
 
     def __init__(self, store: Path, threads: int) -> None:
         self._store, self._threads = store, threads
+        self._following: threading.Thread | None = None
         self.drop()
 
     def drop(self) -> None:
+        self._wait()
         self._root = ""
         self._arrays: dict[str, Array] = {}
 
     def advance(self, manifest: Manifest, delta: Delta) -> None:
+        self._wait()
         if self._root and delta.base_root == self._root:
             self._root = ""  # until it is done
-            move(self._arrays, delta, threads=self._threads)
-            self._root = manifest.root_digest
+            self._following = threading.Thread(target=self._apply, args=(manifest.root_digest, delta), name="keep-state")
+            self._following.start()
+
+    def _apply(self, root: str, delta: Delta) -> None:
+        move(self._arrays, delta, threads=self._threads)
+        self._root = root
+
+    def _wait(self) -> None:
+        following, self._following = self._following, None
+        if following is not None:
+            following.join()
 
     @contextmanager
     def opened(self, chain: Chain) -> Iterator[State]:
@@ -109,6 +125,7 @@ class _KeptInMemory:
             raise
 
     def _follow(self, chain: Chain) -> None:
+        self._wait()
         steps = _steps_from(chain, self._root)
         if steps is None:
             self.drop()  # before the new copy is made
