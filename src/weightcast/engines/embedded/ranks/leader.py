@@ -41,6 +41,7 @@ from weightcast.errors import InvalidInput, WrongState
 log = logs.get(__name__)
 
 _IDLE_S = 1.0
+_PROOF_S = 0.02  # between two steps, for ranks to finish reading back: it takes longer beside a step
 _BROKEN = "the model made logits that are not numbers. Its weights are broken or do not fit its dtype: load another version."
 
 
@@ -73,9 +74,11 @@ class Leader:
             if not self._scheduler.has_work and not self._inbox.next_command:
                 self._park()
                 self._inbox.wait(_IDLE_S)
+            if self._withheld:  # clients wait for the word that ends the commit
+                self._inbox.wait(_PROOF_S)
             self._take_requests()
             command = self._inbox.next_command
-            chunks = self._scheduler.plan()
+            chunks = [] if command and self._withheld else self._scheduler.plan()
             if chunks:
                 self._step(chunks, command)
             elif command:
