@@ -1,18 +1,23 @@
 """Ranks without a front end update together or not at all, by an all-reduce of the caller's."""
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from older_states import TIED, states
 from test_live_layout import RANKS, SHAPES, blank, check, layout, version
 
 from weightcast import Box, DType, Held, LiveModel, Placement, Shards, Store, TensorSpec
+from weightcast.delta import ArrayState
 from weightcast.errors import CommitFailed, DigestMismatch, InvalidInput, UpdateFailed
 from weightcast.worker import live_model
 from weightcast.worker.shard_version import ShardVersion
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "format1"
 WAIT_S = 20
 
 
@@ -315,3 +320,40 @@ def test_a_replicated_tensor_counts_as_often_as_it_is_held(store):
     with ThreadPoolExecutor(4) as pool:
         models = list(pool.map(update, range(4), timeout=2 * WAIT_S))
     assert (np.concatenate([model["w"].T for model in models[:2]], axis=1) == weights["w"]).all()
+
+
+def test_a_rank_without_a_row_takes_part(store):
+    weights = {"w": np.arange(192, dtype=np.float32).reshape(3, 64)}
+    store.publish("v", weights)
+    group = Group(4)
+
+    def update(rank):
+        box = Box((min(rank, 3), 0), (int(rank < 3), 64))
+        held = Held.slice_of(TensorSpec("w", DType.F32, (3, 64)), box)
+        model = {"w": np.zeros(box.shape, np.float32)}
+        shards = Shards((held,), {"w": (3, 64)})
+        LiveModel(model, source=Store(store.path), layout=shards, rank=rank, all_reduce=group.all_reduce(rank)).update()
+        return model["w"]
+
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(update, range(4), timeout=2 * WAIT_S))
+    assert (np.concatenate(rows) == weights["w"]).all()
+
+
+def test_a_delta_on_tied_tensors_of_format_1_is_fetched_whole_once(tmp_path):
+    path = tmp_path / "store"
+    shutil.copytree(GOLDEN / "store", path)
+    first, store = states()["step_1"], Store(path)
+    store.announce("step_1")
+    base = {name: array.copy() for name, array in first.items() if name not in TIED}
+    specs = ArrayState(base).specs
+    held = tuple(Held.slice_of(spec, Box.whole(spec.shape)) for spec in specs.values())
+    model = {name: np.zeros(spec.shape, spec.dtype.numpy) for name, spec in specs.items()}
+    shards = Shards(held, {name: spec.shape for name, spec in specs.items()})
+    live = LiveModel(model, source=store, layout=shards, all_reduce=lambda numbers: numbers)
+    live.update("step_1")
+    for name, mode in (("n2", "copy"), ("n3", "delta")):
+        base["bias"].reshape(-1)[3] += 1
+        store.publish(name, base | {one: base[holder] for one, holder in TIED.items()}, "delta")
+        assert live.update(name).mode == mode
+        assert all(model[one].tobytes() == array.tobytes() for one, array in base.items())

@@ -215,3 +215,55 @@ def test_a_model_that_nobody_uses_any_more_is_not_kept_alive_by_its_scrubber(tmp
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(InvalidInput, match="share"):
         LiveModel(made()).scrub(share, lambda _: None)
+
+
+def test_weights_that_were_found_damaged_are_neither_taken_for_the_version_nor_built_on(serving, small_blocks):
+    live, weights = serving
+    weights["large"][3, 3] += 1
+    with pytest.raises(DigestMismatch, match="large"):
+        whole_pass(live)
+    assert not live._holding.scrubber.step()
+    assert live.update("v1").mode == "copy"
+    assert weights["large"].tobytes() == made()["large"].tobytes()
+    whole_pass(live)
+    weights["small"][0] += 1
+    with pytest.raises(DigestMismatch, match="small"):
+        whole_pass(live)
+    assert live.update("v2").mode == "copy"
+    whole_pass(live)
+
+
+def test_names_of_one_memory_that_the_next_version_lists_in_another_order_are_no_damage(tmp_path):
+    store, memory = Store(tmp_path / "store"), np.zeros(4096, dtype=np.float32)
+    first = np.arange(4096, dtype=np.float32)
+    store.publish("v1", {"a": first, "b": first.copy()}, "full")
+    live = LiveModel({"a": memory, "b": memory}, source=store)
+    live.update("v1")
+    whole_pass(live)
+    second = first + (first == 7)
+    store.publish("v2", {"b": second, "a": second.copy()}, "delta")
+    assert live.update("v2").mode == "delta"
+    whole_pass(live)
+    whole_pass(live)
+
+
+def test_a_scrubber_that_is_started_again_runs_once_and_survives_a_caller_that_raises(serving, monkeypatch):
+    live, weights = serving
+    monkeypatch.setattr(scrub, "_LEAST_PASS_S", 0.0)
+    told = threading.Event()
+
+    def fail(_):
+        told.set()
+        raise OSError("nobody listens")
+
+    live.scrub(1.0, fail)
+    live.scrub(1.0, fail)
+    assert [thread.name for thread in threading.enumerate()].count("scrub") == 1
+    weights["large"][0, 0] += 1
+    assert told.wait(20)
+    live.update("v1")
+    passes, until = live.scrubbed.passes, time.monotonic() + 20
+    while live.scrubbed.passes <= passes:
+        assert time.monotonic() < until, "the scrubber has ended"
+        time.sleep(0.01)
+    live.close()

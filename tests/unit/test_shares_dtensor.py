@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from weightcast.errors import UnsupportedTensor  # noqa: E402
+from weightcast import LiveModel  # noqa: E402
+from weightcast.errors import UnsupportedTensor, VersionDoesNotFit  # noqa: E402
 from weightcast.publish.shares import given  # noqa: E402
 from weightcast.tensors.box_plan import tiling_problems  # noqa: E402
 from weightcast.tensors.boxes import Box, box_of  # noqa: E402
@@ -121,3 +122,23 @@ def test_what_may_not_be_one_box_is_refused(as_rank, mesh_shape, placements, loc
     with pytest.raises(UnsupportedTensor, match="tensor 'w': it is a DTensor") as caught:
         given({"w": tensor}, ranks=4)
     assert "redistribute" in str(caught.value)
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+def test_a_distributed_model_with_tied_parameters_refuses_a_delta_that_may_untie_them(store, agrees, as_rank):
+    as_rank(0, 1)
+    mesh = mesh_of(0, (1,))
+    array = np.arange(256, dtype=np.float32).reshape(64, 4)
+    store.publish("v1", {"a.weight": array, "b.weight": array.copy()})
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 64, bias=False) for name in "ab"})
+    model["a"].weight = torch.nn.Parameter(distribute_tensor(torch.zeros(64, 4), mesh, [Shard(0)]))
+    model["b"].weight = model["a"].weight
+    live = LiveModel(model, source=store, all_reduce=(lambda numbers: numbers) if agrees else None)
+    live.update("v1")
+    changed = array.copy()
+    changed[3, 3] = 99
+    store.publish("v2", {"a.weight": array, "b.weight": changed}, "delta")
+    with pytest.raises(VersionDoesNotFit, match="the model ties them"):
+        live.update("v2")
+    assert live.version == "v1"
+    assert (model["a"].weight.to_local().detach().numpy() == array).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,14 @@ Numbers = NDArray[np.int64]
 AllReduce = Callable[[Numbers], Numbers]
 """Adds up an array over all ranks, element by element and modulo 2^64, and returns it. Raises if a rank does not come."""
 
-_STATE_WORDS = 2
+_WORDS = 5  # that a rank says of itself: whether it is ready, moves and proves, and two of its state
+
+
+class Agreed(NamedTuple):
+    """What the ranks said: whether any of them is going to commit, and whether all of them compared digests."""
+
+    moves: bool
+    proved: bool
 
 
 class Agreement:
@@ -38,18 +46,15 @@ class Agreement:
         except Exception:
             if self._expected:
                 with suppress(WeightcastError):  # the error that is raised says more
-                    self._say(fine=False)
+                    self._say(*[False] * _WORDS)
             raise
         finally:
             self._expected = False
 
-    def agree(self, what: str, *, state: str = "", moves: bool = True) -> bool:
-        """Tell the other ranks that this one is ready. Raises `UpdateFailed` if one is not, or means another `state`.
-
-        Gives whether any rank said that it `moves`.
-        """
+    def agree(self, what: str, *, state: str = "", moves: bool = True, proved: bool = True) -> Agreed:
+        """Tell the other ranks that this one is ready. Raises `UpdateFailed` if one is not, or means another `state`."""
         words = np.frombuffer(raw_digest(state.encode()), dtype=np.int64)
-        ranks, fine, moving, *found = self._say(fine=True, moves=moves, state=words).tolist()
+        ranks, fine, moving, compared, *found = self._say(True, moves, proved, *words).tolist()
         if fine != ranks:
             raise UpdateFailed(
                 f"{ranks - fine} of {ranks} ranks failed at {what}, so no rank goes on. Read the errors of those ranks, and "
@@ -60,15 +65,14 @@ class Agreement:
                 f"the ranks do not mean the same weights by {what}: this one means {state}. Give all ranks the same version "
                 "and source."
             )
-        return bool(moving)
+        return Agreed(moves=moving > 0, proved=compared == ranks)
 
-    def check_sums(
-        self, manifest: Manifest, sums: Mapping[str, BoxSum], *, ignored: Callable[[str], bool], proved: bool
-    ) -> None:
+    def check_sums(self, manifest: Manifest, sums: Mapping[str, BoxSum], *, proved: bool) -> None:
         """Compare what all ranks hold together with the sums of a version. Every rank comes to the same result.
 
-        A tensor may be there several times, if every element of it is there as often. Raises `DigestMismatch` with every
-        tensor that is wrong. Unless the version is `proved`, and in format 1, only elements are counted.
+        `sums` has what this rank adds to each tensor that the model wants. A tensor may be there several times, if every
+        element of it is there as often. Raises `DigestMismatch` with every tensor that is wrong. Unless the version is
+        `proved`, and in format 1, only elements are counted.
         """
         own = [sums.get(entry.name, BoxSum()) for entry in manifest.tensors]
         numbers = np.array([(total.one, total.other, elements) for total, elements in own], dtype=np.uint64)
@@ -77,17 +81,16 @@ class Agreement:
         for entry, (one, other, elements) in zip(manifest.tensors, found.tolist(), strict=True):
             total, size = Sum(one, other), prod(entry.shape)
             copies, rest = divmod(elements, size) if size else (0, 0)
-            if rest or (size and not copies and not ignored(entry.name)):
+            if rest or (size and not copies and entry.name in sums):
                 wrong.append((entry.name, f"{size} elements, once or several times", f"{elements} elements"))
             elif copies and proved and entry.sum and total != Sum.parse(entry.sum).times(copies):
                 wrong.append((entry.name, entry.sum, f"{total} of {copies} cop{'y' if copies == 1 else 'ies'}"))
         if wrong:
             raise DigestMismatch(f"version {manifest.version} as the ranks staged it together", wrong)
 
-    def _say(self, *, fine: bool, moves: bool = False, state: Numbers | None = None) -> Numbers:
+    def _say(self, *words: bool | np.int64) -> Numbers:
         self._expected = False
-        words = np.zeros(_STATE_WORDS, dtype=np.int64) if state is None else state
-        return self._add_up(np.array([1, fine, moves, *words], dtype=np.int64))
+        return self._add_up(np.array([1, *words], dtype=np.int64))
 
     def _add_up(self, numbers: Numbers) -> Numbers:
         try:

@@ -445,9 +445,9 @@ class LiveModel:
         if agreement is None or boxes is None:
             return moves
         by_tensor = boxes.tensor_sums(full, sums)
-        moving = agreement.agree(f"staging {full.version}", state=full.root_digest, moves=moves)
-        agreement.check_sums(full, by_tensor, ignored=boxes.ignores, proved=proved)
-        return moving
+        agreed = agreement.agree(f"staging {full.version}", state=full.root_digest, moves=moves, proved=proved)
+        agreement.check_sums(full, by_tensor, proved=agreed.proved)
+        return agreed.moves
 
     def _agree_on_served(self, manifest: Manifest) -> None:
         """A rank that serves the version already takes part in what the other ranks agree on."""

@@ -11,12 +11,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightcast import logs
 from weightcast.errors import DigestMismatch
 from weightcast.tensors.flat import flat_bytes
+from weightcast.tensors.spec import TensorSpec
 from weightcast.tensors.sums import Sum, add_up, range_sum
 from weightcast.worker.fit import Landing
 from weightcast.worker.targets.base import live_proof
@@ -60,7 +61,6 @@ class Scrubber:
     def __init__(self, holding: Holding) -> None:
         self._holding_of = weakref.ref(holding)  # which owns this: memory is given back without the garbage collector
         self._served: Served | None = None
-        self._damaged: Served | None = None  # a version that was found to be damaged
         self._known: dict[str, list[Sum]] = {}
         self._fresh: list[Sum] = []  # of the blocks of the present tensor that were read in this pass
         self._tensor, self._block = 0, 0
@@ -75,6 +75,7 @@ class Scrubber:
 
         It ends with `stop`, with this process, or when nothing else refers to this scrubber.
         """
+        self.stop()
         self._stop.clear()
         self._thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._stop, share, damaged), name="scrub", daemon=True
@@ -95,16 +96,19 @@ class Scrubber:
         try:
             worked = self.step()
         except DigestMismatch as error:
-            worked, self._damaged = False, self._served
+            worked = False
             log.error("live weights damaged", error=error)
-            damaged(error)
+            try:
+                damaged(error)
+            except Exception:
+                log.exception("damage not reported")
         rest_s = (time.thread_time() - began) * (1 / share - 1) if worked else _IDLE_S
         return max(rest_s, _LEAST_PASS_S - self.report.period_s) if self.report.passes != passes else rest_s
 
     def follow(self, before: Served | None, served: Served, growth: Growth | None) -> None:
         """A commit counts now. `growth`: what it added to the sums of `before`; None: everything was written anew."""
         with self._lock:
-            if growth is None or before is None or self._served is not before:
+            if growth is None or before is None or self._served is not before or _specs(before) != _specs(served):
                 self._forget(served)
                 return
             self._served = served
@@ -124,7 +128,7 @@ class Scrubber:
         try:
             with self._lock:
                 served = holding.served
-                if served is None or served is self._damaged or not served.proved or not served.plan.landings:
+                if served is None or not served.proved or not served.plan.landings:
                     return False
                 if served is not self._served:  # it was rolled back, recovered, or is the first
                     self._forget(served)
@@ -133,6 +137,10 @@ class Scrubber:
                     self._end_pass()
         except _Interrupted:
             return True
+        except DigestMismatch:  # nothing may be built on these weights, nor count them as those of the version
+            if holding.served is not None:
+                holding.served = replace(holding.served, proved=False)
+            raise
         finally:
             lifecycle.end_reading()
         return True
@@ -182,6 +190,11 @@ class Scrubber:
     def _forget(self, served: Served | None) -> None:
         self._served, self._known, self._fresh = served, {}, []
         self._tensor, self._block, self._began = 0, 0, time.monotonic()
+
+
+def _specs(served: Served) -> list[TensorSpec]:
+    """What the blocks of the slots are summed as: of several names of a slot, it is that of the first in the manifest."""
+    return [landing.entry.sum_spec for landing in served.plan.landings]
 
 
 def _run(

@@ -62,8 +62,8 @@ class Shards:
         """Everything in which a version differs from what the model is made of."""
         entries = manifest.by_name()
         found = [*self._unlike(entries), *self._unexpected(manifest, entries), *self._inconvertible(entries)]
-        if not found and not any(prod(p.box.shape) for held in self.held for p in held.placements):
-            found.append(Mismatch("nothing to write", manifest.version, "no tensor of the version has a place on this rank"))
+        if not found and not any(map(prod, self.sources.values())):
+            found.append(Mismatch("nothing to write", manifest.version, "no tensor of the version has a place in the model"))
         return list(dict.fromkeys(found))
 
     def check(self, manifest: Manifest) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 
-from weightcast.errors import InvalidInput
+from weightcast.errors import InvalidInput, Mismatch
 from weightcast.tensors.boxes import Held, Placement
 from weightcast.wire.manifest import Manifest
 from weightcast.worker.fit import FitRules, broken_groups, misfit, plan_update
@@ -19,6 +18,11 @@ from weightcast.worker.shard_version import ShardVersion
 from weightcast.worker.shards import cut
 from weightcast.worker.stager import Stager
 from weightcast.worker.targets.capture import CapturedPart, ModelPart
+
+_UNTIED = (
+    "the model ties them, the version does not, and a delta does not tell whether they stay equal. Publish them as one "
+    "tensor with both names, or publish a full version"
+)
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ class BoxTarget:
         return own, version.shard, "delta" if version.by_delta and mode != "swap" else mode
 
     def tensor_sums(self, full: Manifest, sums: Sequence[BoxSum]) -> dict[str, BoxSum]:
-        """What the model's boxes add to the sums of a version, by tensor. `sums` are those of the boxes in their order."""
-        return sums_by_tensor(self._shards(full, swap=False).named_as(full), sums)
+        """What the model's boxes add to each tensor of a version that the model wants, on whatever rank.
 
-    def ignores(self, name: str) -> bool:
-        """Whether no rank wants a tensor of a version."""
-        patterns = (*self.rules.ignore, *(self.layout.ignore if self.layout is not None else ()))
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
+        `sums` are those of the boxes in their order.
+        """
+        shards, entries = self._shards(full, swap=False), full.by_name()
+        wanted = {entries[name].name: BoxSum() for name in shards.sources}
+        return wanted | sums_by_tensor(shards.named_as(full), sums)
 
     def _shards(self, manifest: Manifest, *, swap: bool) -> Shards:
         if self.layout is not None:
@@ -90,13 +94,20 @@ class BoxTarget:
                 raise misfit(manifest.version, names, mismatches, shards.sources)
             return shards
         landings = plan_update(manifest, [self.part], self.rules, swap=swap).landings
+        untied = [
+            Mismatch("tied", " = ".join(entry.name for entry in (landing.entry, *landing.same)), _UNTIED)
+            for landing in landings
+            if landing.same and not landing.entry.digest
+        ]
+        if untied:
+            raise misfit(manifest.version, manifest.by_name(), untied, None)
         held = []
         for landing in landings:
             spec = landing.slot.spec
             box = self.part.box(landing.slot)
             placed = (Placement(landing.entry.name, box, (0,) * len(box.shape)),) if prod(box.shape) else ()
             held.append(Held(spec, placed))
-        return Shards(tuple(held), {entry.name: entry.shape for entry in manifest.tensors}, ignore=("*",))
+        return Shards(tuple(held), {one.entry.name: one.entry.shape for one in landings}, ignore=("*",))
 
     def _check(self, layout: Shards) -> None:
         slots = {name: slot for slot in self.part.slots for name in slot.names}

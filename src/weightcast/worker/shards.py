@@ -148,6 +148,9 @@ class _Cut:
         entries = manifest.by_name()
         if manifest.base is None or not self._same_layout(held) or held.full.tied != manifest.tied:
             return ()
+        if any(one.name not in entries or one.sum_spec != entries[one.name].sum_spec for one in held.full.tensors):
+            log.info("delta not used", version=manifest.version, why="tied tensors were summed under other names before")
+            return ()
         if any(is_converted(one, entries[p.source]) for one in self.shards.held for p in one.placements):
             log.info("delta not used", version=manifest.version, why="the rank converts weights and keeps no published bits")
             return ()
