@@ -15,7 +15,17 @@ from weightcast.bench.ipc_children import children_of
 from weightcast.bench.report import Report, this_machine
 from weightcast.bench.served import Token, TokenStream
 from weightcast.bench.timing import cpu_s
-from weightcast.bench.update_bench import CLEARED, PHASES, Gaps, Round, Sample, UpdateSettings, What, run_update_bench
+from weightcast.bench.update_bench import (
+    CLEARED,
+    PHASES,
+    SWAPPED,
+    Gaps,
+    Round,
+    Sample,
+    UpdateSettings,
+    What,
+    run_update_bench,
+)
 from weightcast.cli.main import main
 from weightcast.errors import InvalidInput
 
@@ -41,7 +51,7 @@ def one_round(*, delta=0.5, last=0.5, behind=3.0, cpu=0.5, depot=1.5, gap=0.05, 
         taken.add(What(source, SIZES[1], BEHIND), sample(staged=behind, depot=depot))
     for size in SIZES:
         taken.steps_s[size] = 9.0
-        for way in (FULL, DELTAS[0], BEHIND):
+        for way in (FULL, DELTAS[0], BEHIND, SWAPPED):
             seen = Gaps(0.01, gap_2gib if size == SIZES[2] else gap, 0.02, 0.03)
             taken.add(What("file", size, way, loaded=True), sample(gaps=seen))
         taken.add(What("file", size, CLEARED, loaded=True), sample(gaps=Gaps(0.0, 9.0, 0.02, 0.03)))
@@ -77,7 +87,7 @@ def test_figures_at_their_limits_are_met():
         ({"behind": 3.1}, ["15 behind: staging over a full"]),
         ({"cpu": 0.51}, ["CPU of the receivers"]),
         ({"depot": 1.6}, ["CPU of the depot"]),
-        ({"gap": 0.0, "gap_2gib": 0.06}, ["2048 MiB: longest gap over", "position 1: exponent"]),
+        ({"gap": 0.0, "gap_2gib": 0.06}, ["2048 MiB: longest gap over", "position 1: exponent", f"{SWAPPED}: exponent"]),
         ({"busy": 84.0}, ["tokens/s with a delta"]),
         ({"publish": 1.6}, ["publishing a delta over a full"]),
     ],

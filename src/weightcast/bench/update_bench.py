@@ -58,6 +58,7 @@ TRAINERS_OF_ONE = 1.2
 TRAINER_RANKS = (1, 2, 4)  # that publish the same model
 
 CLEARED = "delta, caches cleared"  # the default of an update: keys and values are computed anew
+SWAPPED = "delta by swap"  # it moves buffers beside the model, so that its pause is the same at any size
 PRINTABLE, PROMPT_TOKENS = (32, 127), 16
 ANSWER_TOKENS = 1024  # more than come while one update is measured: a new prompt would hold up all streams
 PHASES = ("publish_s", "stage_s", "vote_s", "order_s", "pause_s", "read_back_s", "settle_s", "first_token_s")
@@ -289,8 +290,8 @@ class _Replica:
             raise UpdateFailed(f"the server answered {response.status} to {path}: {answer}")
         return answer
 
-    def _update(self, version: str, source: str, *, clear_cache: bool = True) -> list[dict[str, Any]]:
-        body = {"version": version, "source": source, "clear_cache": clear_cache}
+    def _update(self, version: str, source: str, *, clear_cache: bool = True, commit: str = "auto") -> list[dict[str, Any]]:
+        body = {"version": version, "source": source, "clear_cache": clear_cache, "commit": commit}
         result: list[dict[str, Any]] = self._post("/v1/update_weights", body)["result"]
         return result
 
@@ -336,12 +337,13 @@ class _Replica:
         return _sample(results, cpu, publish_s=publish_s, first_s=first - began)
 
     def _measure_loaded(
-        self, version: str, source: str, streams: Sequence[TokenStream], publish_s: float, *, clear_cache: bool = False
+        self, version: str, source: str, streams: Sequence[TokenStream], publish_s: float, way: str = ""
     ) -> Sample:
-        """An update under streaming clients, who keep what they have cached unless told otherwise."""
+        """An update under streaming clients. They keep what they have cached, but for `CLEARED`."""
         before = _steady(streams, self._settings.steady_s)
         began = time.monotonic()
-        results = self._update(version, source, clear_cache=clear_cache)
+        commit = "swap" if way == SWAPPED else "auto"
+        results = self._update(version, source, clear_cache=way == CLEARED, commit=commit)
         for stream in streams:
             stream.wait_for(2, version=version)
         tokens = [token for stream in streams for token in stream.tokens if token.at_s > began]
@@ -465,6 +467,9 @@ class _Replica:
                 self._take_loaded(source, "b", "full", url, taken, say)
                 self._take_loaded(source, f"b{behind}", f"{behind} behind", url, taken, say)
         url = self._made.store_dir.as_uri()
+        for version in ("b", "b1"):  # the first swap by a delta copies the model, the next one has the buffers of the last
+            self._update(version, url, commit="swap")
+        self._take_loaded("file", "b2", SWAPPED, url, taken, say)
         self._update("b", url)
         length = self._take_loaded("file", f"b{first}", CLEARED, url, taken, say)
         taken.steps_s[self._settings.nbytes] = statistics.median(self._step(length) for _ in range(5))
@@ -474,7 +479,7 @@ class _Replica:
         say(f"{source}, {way}, {self._settings.streams} streams")
         publish_s = self._made.publish_s[version]
         with token_streams(self._serving.port, self._wanted, self._settings.streams) as streams:
-            sample = self._measure_loaded(version, url, streams, publish_s, clear_cache=way == CLEARED)
+            sample = self._measure_loaded(version, url, streams, publish_s, way)
             length = PROMPT_TOKENS + len(streams[0].tokens)
         taken.add(self._what(source, way, loaded=True), sample)
         return length
@@ -765,7 +770,7 @@ def _ratios(taken: Round, settings: UpdateSettings) -> Iterator[_Ratio]:
     for way, sending_s in taken.sending_cpu_s.items():
         depot_s = taken.median(What("http", settings.nbytes, way), lambda one: one.cpu_s["depot"])
         yield _Ratio(f"http, {way}: CPU of the depot over that of sending the bytes", depot_s / sending_s, DEPOT_OF_SENDING)
-    yield from _gap_ratios(taken, settings, grows=("full", behind), stays=positions[0])
+    yield from _gap_ratios(taken, settings, grows=("full", behind), stays=(positions[0], SWAPPED))
     speed = statistics.median(busy / idle for busy, idle in taken.speeds)
     yield _Ratio("tokens/s with a delta every second, over those without", speed, BUSY_OF_IDLE, "least")
     s = taken.publishing
@@ -777,7 +782,7 @@ def _ratios(taken: Round, settings: UpdateSettings) -> Iterator[_Ratio]:
     yield _Ratio("publishing a delta from memory over finding the changes with NumPy", found, PUBLISH_OF_FINDING)
 
 
-def _gap_ratios(taken: Round, settings: UpdateSettings, *, grows: Sequence[str], stays: str) -> Iterator[_Ratio]:
+def _gap_ratios(taken: Round, settings: UpdateSettings, *, grows: Sequence[str], stays: Sequence[str]) -> Iterator[_Ratio]:
     for what in taken.updates:
         if what.loaded:
             cleared = "how long it takes to compute keys and values anew depends on the model" if what.way == CLEARED else ""
@@ -786,8 +791,8 @@ def _gap_ratios(taken: Round, settings: UpdateSettings, *, grows: Sequence[str],
             yield _Ratio(name, taken.median(what, partial(_gap_ratio, step_s=step_s)), 1.0, why=cleared)
     sizes = sorted({settings.nbytes, *settings.sizes})
     if len(sizes) > 1:
-        for way in (stays, *grows):
-            why = "" if way == stays else "its pause is that of writing more, which grows"
+        for way in (*stays, *grows):
+            why = "" if way in stays else "its pause is that of writing more, which grows"
             exponent = _exponent(taken, way, sizes)
             yield _Ratio(f"file, {way}: exponent of the longest gap over the size", exponent, EXPONENT, why=why)
 
