@@ -26,6 +26,7 @@ from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, DeltaDoesNotFit
 from weightcast.tensors.boxes import Box, Held
 from weightcast.tensors.dtypes import DType
 from weightcast.tensors.kernels import kernels
+from weightcast.tensors.spec import TensorSpec
 
 REFUSALS = (DeltaCorrupt, UnsupportedFormat, BaseVersionMismatch, DeltaDoesNotFit)
 
@@ -366,6 +367,7 @@ BOX_LIES = {  # and what the reader says
     "the number of a tensor without dimensions": (in_box(4, 1), UNLISTED),
     "a box that is not listed": (in_box(0, 4), UNLISTED),
     "a box of another tensor": (in_box(1, 3), UNLISTED),
+    "a dimension of 64 bits": (both(tensor(4, 2, [0, 2**63]), more_boxes(4, ((0, 0), (0, 1)))), "larger than any memory"),
     "a box number of 32 bits": (in_box(0, 2**32 - 1), UNLISTED),
     "a box of a tensor without boxes": (in_box(3, 1), UNLISTED),
     "a lane more than the box has": (of_first_block(0, "lanes", 41), IMPOSSIBLE),
@@ -456,6 +458,18 @@ def test_blocks_of_a_box_may_be_smaller_than_it(packing, sliced):
     delta.apply(target, forged.sealed())
     assert same(target, new)  # each half of the box changes like a third of the tensor
     assert delta_reader.read(forged.sealed(), bytes_of(base)) == bytes_of(new)
+
+
+def test_boxes_that_have_more_lanes_than_their_tensor_are_refused_before_they_take_memory():
+    spec, pieces = TensorSpec("w", DType.U8, (64, 64)), []
+    writer = container.ContainerWriter(pieces.append, "gaps")
+    for number in range(20):
+        inside = Box((0, 0), (64, 64 - number))
+        lanes = 64 * (64 - number)
+        writer.add("dense", (container.Block("w", 0, lanes, 1, inside),), b"never looked at")
+    writer.finish({"w": spec}, base_root="", new_root="")
+    with pytest.raises(DeltaCorrupt, match="blocks of 'w' overlap"):
+        container.read_table(memoryview(b"".join(pieces)))
 
 
 def test_format_1_has_no_boxes(sliced):

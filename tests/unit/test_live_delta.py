@@ -1,6 +1,7 @@
 """A live model follows deltas: from what it holds or from a full version, in every commit mode, whole or not at all."""
 
 import dataclasses
+from collections import Counter
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -923,3 +924,28 @@ def test_an_unknown_use_of_deltas_is_refused_by_every_source_that_brings_them(ur
             assert delta_use(receiver) == deltas
     with pytest.raises(InvalidInput, match=r"speed.*deltas"):
         open_receiver(f"{url}?speed=11", rank=0)
+
+
+class CountedArrays(dict):
+    """A model that counts how often each of its arrays is asked for."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.reads = Counter()
+
+    def __getitem__(self, name):
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+def test_a_delta_that_needs_no_base_is_decoded_without_reading_the_model(store):
+    arrays = {f"t{number}": np.ones((8, 8), np.float32) for number in range(5)}
+    store.publish("step_1", arrays)
+    model = CountedArrays({name: np.zeros_like(array) for name, array in arrays.items()})
+    live = LiveModel(model, source=store)
+    live.update()
+    arrays["t3"][0, 0] = 2
+    store.publish("step_2", arrays, mode="delta")
+    model.reads.clear()
+    live.abandon(live.stage("step_2", commit="delta"))
+    assert set(model.reads) == {"t3"}

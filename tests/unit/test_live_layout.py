@@ -3,8 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from delta_samples import chunks_of
 
-from weightcast import Box, DepotPublisher, DType, Held, LiveModel, ModelPart, Placement, Shards, Store, TensorSpec
+from weightcast import (
+    Box,
+    DeltaPolicy,
+    DepotPublisher,
+    DType,
+    Held,
+    LiveModel,
+    ModelPart,
+    Placement,
+    Shards,
+    Store,
+    TensorSpec,
+)
+from weightcast.delta import Cut, Slicing
 from weightcast.errors import CommitFailed, InvalidInput, VersionDoesNotFit
 from weightcast.transports.registry import open_receiver
 
@@ -209,3 +223,48 @@ def test_the_receiver_of_a_layout_is_closed_when_its_update_has_ended(store):
     assert closed == []  # the caller's own
     live.update("v", commit="inplace")
     assert live.version == "v"
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(("first", "mode"), [("gaps", "copy"), ("dense", "copy"), ("sliced gaps", "delta")])
+def test_classes_in_slices_after_changes_of_whole_tensors_are_not_decoded_along_other_lanes(store, rng, rank, first, mode):
+    rows, half = Slicing((Cut(("w",), 0, RANKS),)), (64, 64)
+    old = rng.choice(np.array([1, 4, 16], np.float32), (128, 64))
+    second = old.copy()
+    if first == "dense":
+        second = rng.permuted(old.reshape(2, -1), axis=1).reshape(old.shape)
+    else:  # the classes that both halves have stay as many, but lie elsewhere
+        second.reshape(2, -1)[:, [10, 3000]] = [16, 1]
+        old = second.copy()
+        second.reshape(2, -1)[:, [10, 3000]] = [1, 16]
+    third = second.copy()
+    third.reshape(2, -1)[:, 500:2500:130] *= np.float32(1.0000002)
+    policy = DeltaPolicy(
+        packing="classes" if first == "dense" else "gaps", slicing=rows if first == "sliced gaps" else Slicing()
+    )
+    store.publish("step_1", {"w": old})
+    Store(store.path, delta=policy).publish("step_2", {"w": second}, mode="delta")
+    Store(store.path, delta=DeltaPolicy(packing="classes", slicing=rows)).publish("step_3", {"w": third}, mode="delta")
+
+    held = Held.slice_of(TensorSpec("w", DType.F32, (128, 64)), Box((rank * 64, 0), half))
+    model = {"w": np.zeros(half, np.float32)}
+    live = LiveModel(model, source=store, layout=Shards((held,), {"w": (128, 64)}))
+    live.update("step_1")
+    assert live.update("step_3").mode == mode
+    assert (model["w"] == third[rank * 64 :][:64]).all()
+
+
+def test_blocks_of_classes_that_share_a_row_are_decoded_by_a_rank_that_holds_all_of_it(tmp_path, rng):
+    old = rng.normal(size=(40, 30)).astype(np.float32)
+    new = old.copy()
+    new[::3, 7] += np.float32(1e-6)
+    store = Store(tmp_path, delta=DeltaPolicy(packing="classes"))
+    with chunks_of(100):  # three rows and a third
+        store.publish("step_1", {"w": old})
+        store.publish("step_2", {"w": new}, mode="delta")
+    held = Held.slice_of(TensorSpec("w", DType.F32, old.shape), Box.whole(old.shape))
+    model = {"w": np.zeros_like(old)}
+    live = LiveModel(model, source=store, layout=Shards((held,), {"w": old.shape}))
+    live.update("step_1")
+    assert live.update("step_2").mode == "delta"
+    assert (model["w"] == new).all()

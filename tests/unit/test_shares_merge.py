@@ -217,3 +217,10 @@ def test_a_manifest_whose_boxes_lie_is_not_believed(arrays):
         assert "tensor 'w' has a box with" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], **wrong), boxes[1])})
     assert "which is not a tensor of it" in told(boxes={**manifest.boxes, "x": boxes})
     assert "cannot start at" in told(boxes={**manifest.boxes, "w": (replace(boxes[0], start=(-1, 0)), boxes[1])})
+
+
+def test_what_several_ranks_hold_counts_from_the_payload_of_the_first(arrays):
+    shares = [share(rank, entries) for rank, entries in enumerate(halves(arrays))]
+    manifest = merged(shares)
+    whole = {name: Box.whole(arrays[name].shape) for name in ("norm", "scale")}
+    assert manifest.counted_elsewhere() == {(1, name): (box,) for name, box in whole.items()}

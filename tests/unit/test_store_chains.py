@@ -10,6 +10,7 @@ from test_store_deltas import bits_of, chain_of, files_of, kinds_of, same_state,
 
 from weightcast import Store, delta
 from weightcast.clock import Deadline
+from weightcast.delta.container import read_table
 from weightcast.errors import (
     BaseVersionMismatch,
     Conflict,
@@ -24,11 +25,22 @@ from weightcast.errors import (
 )
 from weightcast.store import folding, layout
 from weightcast.store.catalog import Catalog
-from weightcast.store.chain import resolve
+from weightcast.store.chain import decoded_step, resolve
 from weightcast.store.delta_policy import DeltaPolicy
+from weightcast.store.payload import packed_entry
+from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import bytes_digest
+from weightcast.tensors.sums import Digests, array_sum
 from weightcast.transports.file import FileReceiver
-from weightcast.wire.manifest import BaseRef, encode_manifest
+from weightcast.wire.manifest import (
+    BaseRef,
+    BoxEntry,
+    Manifest,
+    compute_root,
+    decode_manifest,
+    encode_manifest,
+    entry_of,
+)
 
 COUNT = 5
 
@@ -448,3 +460,40 @@ def test_verify_blames_a_damaged_delta_for_the_deltas_on_it_and_both_for_their_o
     assert first == f"it is built on step_2, which is damaged: {cause}"
     assert "config.json" in second
     assert chained.verify("step_4").problems == [first]
+
+
+def test_a_fold_and_a_delta_over_several_versions_are_cut_as_the_policy_says(tmp_path, rng):
+    slicing = delta.Slicing((delta.Cut(("w",), 1, 4),))
+    store = Store(tmp_path, delta=DeltaPolicy(slicing=slicing))
+    state = {"w": rng.normal(size=(16, 64)).astype(np.float32)}
+    for number in range(3):
+        state["w"][number, ::5] += 1
+        store.publish(f"step_{number}", state, mode="full" if number == 0 else "delta")
+    store.fold()
+    quarters = {Box((0, first), (16, 16)) for first in range(0, 64, 16)}
+    for packed in (payload_path(store, "step_2").read_bytes(), store.delta_between("step_0", "step_2")):
+        assert {block.box for chunk in read_table(memoryview(packed)).chunks for block in chunk.blocks} == quarters
+
+
+def test_a_payload_that_changes_a_tensor_which_its_version_does_not_list_is_refused(rng):
+    old = {name: rng.normal(size=100).astype(np.float32) for name in "ab"}
+    new = {name: array + 1 for name, array in old.items()}
+    specs, packed = delta.ArrayState(old).specs, []
+    with delta.Encoder(packed.append, packing="gaps") as encoder:
+        for name, spec in specs.items():
+            encoder.add_box(spec, Box.whole((100,)), old[name], new[name], summed=spec)
+        encoder.flush()
+        encoder.finish(base_root="", new_root="")
+    payload = b"".join(packed)
+    total = str(array_sum(specs["a"], new["a"]))
+    entry = entry_of(specs["a"], digests=Digests("", total))
+    root = compute_root((entry,), "xxh3-128")
+    box = BoxEntry(start=(0,), shape=(100,), ranks=(0,), offsets=(), sum=total)
+    manifest = Manifest(
+        version="step_1", sequence=1, step=1, kind="delta", created_s=1.0, algorithm="xxh3-128", root_digest=root,
+        parts=(), tensors=(entry,), boxes={"a": (box,)}, base=BaseRef(version="step_0", root_digest=root),
+        payloads=(packed_entry("delta-00001.bin", payload, "xxh3-128"),), piece_nbytes=4 << 20,
+    )  # fmt: skip
+    manifest = decode_manifest(encode_manifest(manifest), "manifest.json")
+    with pytest.raises(DeltaCorrupt, match="changes 'b', which is no tensor of it"):
+        decoded_step([payload], manifest, delta.ArrayState(old))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from weightcast.delta.zstd import compress, decompress
 from weightcast.errors import DeltaCorrupt, InvalidInput, UnsupportedFormat
+from weightcast.tensors.box_plan import overlap
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import raw_digest
 from weightcast.tensors.dtypes import DType
@@ -61,6 +62,10 @@ class Block(NamedTuple):
         """The smallest box of its tensor that it lies in, if the tensor has rows."""
         return _bounds(self.start, self.lanes, self.box, spec)
 
+    def meets(self, spec: TensorSpec, boxes: tuple[Box, ...]) -> bool:
+        """Whether its rows have something of one of these boxes of its tensor."""
+        return bool(boxes) and _meets(self.bounds(spec), boxes)
+
 
 @lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
 def _bounds(start: int, lanes: int, box: Box | None, spec: TensorSpec) -> Box:
@@ -70,6 +75,11 @@ def _bounds(start: int, lanes: int, box: Box | None, spec: TensorSpec) -> Box:
     row = math.prod(inside.shape[1:]) * lanes_per_element(spec.dtype)
     first, last = start // row, -(-(start + lanes) // row)
     return Box((inside.start[0] + first, *inside.start[1:]), (last - first, *inside.shape[1:]))
+
+
+@lru_cache(maxsize=1 << 14)
+def _meets(bounds: Box, boxes: tuple[Box, ...]) -> bool:
+    return any(overlap(bounds, box) for box in boxes)
 
 
 @dataclass(frozen=True)
@@ -347,7 +357,7 @@ def _tensor_of(packed: bytes) -> tuple[TensorSpec, str]:
     reader = _Reader(packed)
     name, dtype = reader.text(), DType(reader.text())
     spec = TensorSpec(name, dtype, tuple(reader.number("<Q") for _ in range(reader.number("<B"))))
-    if spec.nbytes >> 62:
+    if max((spec.nbytes, *spec.shape)) >> 62:
         raise ValueError(f"tensor {spec.name!r} is larger than any memory")
     other = reader.text() if reader.left else ""
     if other:
@@ -453,7 +463,8 @@ def _check_blocks(
 ) -> None:
     """Raise `ValueError` unless blocks lie inside of their tensors or boxes, and apart in each of these.
 
-    Before there is an object for each of them. That boxes lie apart is noticed when their changes are put together.
+    Before there is an object for each of them. That boxes lie apart is noticed when their changes are put together; here
+    only that blocks have no more lanes together than their tensor, so that this takes no more memory than it does.
     """
     names, counts = list(listed.specs), listed.counts
     if not sizes.all():
@@ -472,6 +483,11 @@ def _check_blocks(
     impossible = np.flatnonzero((changes < 1) | (changes > lanes) | (ends > room[owners]))
     if len(impossible):
         raise ValueError(f"a block of {names[tensors[impossible[0]]]!r} is impossible")
+    together = np.zeros(len(names), dtype=np.int64)
+    np.add.at(together, tensors, lanes)
+    crowded = np.flatnonzero(together > room[first])
+    if len(crowded):
+        raise ValueError(f"blocks of {names[crowded[0]]!r} overlap")
     order = np.lexsort((starts, owners))
     owners, starts, ends = owners[order], starts[order], ends[order]
     overlapping = np.flatnonzero((owners[1:] == owners[:-1]) & (starts[1:] < ends[:-1]))

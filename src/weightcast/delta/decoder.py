@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -61,11 +61,11 @@ def decode_payloads(
     *,
     specs: Mapping[str, TensorSpec],
     threads: int | None = None,
-    takes: Callable[[int, Run], bool] | None = None,
+    takes: Callable[[int, Block], bool] | None = None,
 ) -> Delta:
     """The sparse form of packed deltas that together lead from one state to another, each for some tensors or boxes of it.
 
-    One that leads there alone tells the roots; several do not know them. `takes` says whether changes are
+    One that leads there alone tells the roots; several do not know them. `takes` says whether the changes of a block are
     taken from the payload with this index, where several payloads have them.
     """
     old = None if base is None else partial(block_lanes, base)
@@ -73,8 +73,8 @@ def decode_payloads(
     tables = [read_table(memoryview(data), specs) for data in payloads]
     for index, (data, table) in enumerate(zip(payloads, tables, strict=True)):
         check_specs(table.specs, {name: specs[name] for name in table.specs if name in specs})
-        found = decode_chunks(memoryview(data), table, table.chunks, old, threads=threads)
-        runs += [run for run in found if takes is None or takes(index, run)]
+        own = None if takes is None else partial(takes, index)
+        runs += decode_chunks(memoryview(data), table, table.chunks, old, takes=own, threads=threads)
     first = tables[0]
     roots = (first.base_root, first.new_root) if len(tables) == 1 else ("", "")
     return Delta(specs, assemble(specs, runs), *roots, first.summed_as)
@@ -86,16 +86,23 @@ def decode_chunks(
     chunks: Sequence[Chunk],
     old: OldLanes | None,
     *,
+    takes: Callable[[Block], bool] | None = None,
     threads: int | None = None,
     backend: Backend | None = None,
 ) -> list[Run]:
-    """The changes of some chunks of a packed delta. `old` gives the lanes of a block in the base, which `classes` needs."""
+    """The changes of some chunks of a packed delta, or of those of their blocks that `takes` chooses. `old` gives the lanes
+    of a block in the base, which `classes` needs.
+    """
     job = _ChunkDecoder(view, table, old, kernels(backend))
     count = default_threads() if threads is None else threads
     if count > 1 and len(chunks) > 1:
         with ThreadPoolExecutor(count, thread_name_prefix="delta-decode") as pool:
-            return list(chain(*pool.map(job.decode, chunks)))
-    return list(chain(*map(job.decode, chunks)))
+            runs = list(chain(*pool.map(job.decode, chunks)))
+    else:
+        runs = list(chain(*map(job.decode, chunks)))
+    if takes is None:
+        return runs
+    return list(compress(runs, (takes(block) for chunk in chunks for block in chunk.blocks)))
 
 
 def decode_chain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 from weightcast.clock import Deadline
 from weightcast.delta import ArrayState, Delta, MovedState, State, decode_payloads, fold, move
 from weightcast.delta.container import Block
-from weightcast.delta.runs import Run
 from weightcast.errors import BaseVersionMismatch, DeltaCorrupt, InvalidInput, ManifestCorrupt, VersionNotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
@@ -21,6 +20,7 @@ from weightcast.store.streaming import Proof
 from weightcast.store.watching import WatchedState
 from weightcast.tensors.flat import Array, Buffer, flat_bytes
 from weightcast.tensors.lanes import lane_count
+from weightcast.tensors.spec import TensorSpec
 from weightcast.wire.manifest import Manifest, chosen_payloads
 
 _PROOF_LANES = 1 << 20  # blocks that stay in the cache between being read and hashed
@@ -135,11 +135,14 @@ def decoded_step(payloads: Sequence[Buffer], manifest: Manifest, base: State, th
     """The same for payloads that are as published."""
     based_on = manifest.base.version if manifest.base else ""
     try:
-        step = decode_payloads(payloads, base, specs=base.specs, threads=threads, takes=_taking(manifest))
+        step = decode_payloads(payloads, base, specs=base.specs, threads=threads, takes=_taking(manifest, base.specs))
     except DeltaCorrupt as error:
         # The payload is what was published, so it is the base that is not.
         problem = f"version {manifest.version} does not decode along its base {based_on}, whose bytes may be damaged"
         raise DeltaCorrupt(f"{problem}: {error.problem}") from error
+    unlisted = step.tensors.keys() - {entry.name for entry in manifest.tensors}
+    if unlisted:
+        raise DeltaCorrupt(f"the payload of version {manifest.version} changes {min(unlisted)!r}, which is no tensor of it")
     promised = (manifest.base.root_digest if manifest.base else "", manifest.root_digest)
     if (step.base_root, step.new_root) not in (promised, ("", "")):  # one of several payloads does not know the roots
         leads = f"leads from {step.base_root} to {step.new_root}"
@@ -147,18 +150,13 @@ def decoded_step(payloads: Sequence[Buffer], manifest: Manifest, base: State, th
     return replace(step, base_root=promised[0], new_root=promised[1])
 
 
-def _taking(manifest: Manifest) -> Callable[[int, Run], bool] | None:
+def _taking(manifest: Manifest, specs: Mapping[str, TensorSpec]) -> Callable[[int, Block], bool] | None:
     """Which of several payloads tells of a box that several publishers hold; None if no box is in several payloads."""
-    if not manifest.boxes:
+    elsewhere = manifest.counted_elsewhere()
+    if not elsewhere:
         return None
-    specs = {entry.name: entry.spec for entry in manifest.tensors}
     ranks = [payload.part for payload in chosen_payloads(manifest)]
-
-    def takes(index: int, run: Run) -> bool:
-        block = Block(run.tensor, run.start, max(1, run.lanes), 0, run.box)
-        return manifest.owner(run.tensor, block.bounds(specs[run.tensor])) == ranks[index]
-
-    return takes
+    return lambda index, block: not block.meets(specs[block.tensor], elsewhere.get((ranks[index], block.tensor), ()))
 
 
 def load_chain(store: Path, chain: Chain, *, threads: int | None = None) -> dict[str, Array]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from weightcast import logs
-from weightcast.clock import Deadline
 from weightcast.delta import Delta, MovedState, Packing, State, pack
 from weightcast.errors import InvalidInput, NotFound
 from weightcast.store import layout
 from weightcast.store.catalog import Catalog
 from weightcast.store.chain import Chain, fold_deltas, opened_state, prove, resolve
 from weightcast.store.compare import Progress, no_progress
+from weightcast.store.delta_policy import DeltaPolicy
 from weightcast.store.files import put_back, refusals, replace_synced, sync_dir, write_synced
 from weightcast.store.payload import packed_entry
 from weightcast.tensors.digest import DEFAULT
@@ -25,7 +25,7 @@ log = logs.get(__name__)
 
 
 def fold_version(
-    catalog: Catalog, version: str, onto: str | None, *, threads: int | None = None, progress: Progress = no_progress
+    catalog: Catalog, version: str, onto: str | None, *, policy: DeltaPolicy, progress: Progress = no_progress
 ) -> Manifest:
     """Rewrite a delta version so that it leads from an older base in one step. The caller holds the store's lock."""
     chain = resolve(catalog, version)
@@ -37,6 +37,7 @@ def fold_version(
         bases = ", ".join(base.version for base in (chain.full, *chain.deltas[:-1]))
         raise InvalidInput(f"version {version} cannot be folded onto {onto}: its bases are {bases}.")
     base, steps = split
+    threads, slicing = policy.threads, policy.slicing
     if len(steps) == 1:
         log.info("nothing to fold", version=version, base=base.end.version)
         return manifest
@@ -46,7 +47,7 @@ def fold_version(
         prove(MovedState(state, folded), manifest, str(directory))
         progress(manifest.nbytes - share * len(steps))
         chosen = list(dict.fromkeys(payload.packing or "gaps" for payload in manifest.payloads))
-        packed = {packing: pack(folded, packing=packing, base=state, threads=threads) for packing in chosen}
+        packed = {packing: pack(folded, packing=packing, slicing=slicing, base=state, threads=threads) for packing in chosen}
     names = layout.next_payload_names(directory, len(packed))
     written = dict(zip(names, packed.values(), strict=True))
     payloads = tuple(packed_entry(name, data, manifest.algorithm or DEFAULT) for name, data in written.items())
@@ -90,9 +91,8 @@ def delta_between(
     old: str,
     new: str,
     *,
-    packing: Packing = "gaps",
-    threads: int | None = None,
-    deadline: Deadline | None = None,
+    packing: Packing,
+    policy: DeltaPolicy,
 ) -> bytes:
     """The deltas that lead from a version to another as one, packed and proved. See `Store.delta_between`."""
     chain = resolve(catalog, new)
@@ -102,10 +102,11 @@ def delta_between(
         built = f"is a delta on {bases}" if chain.deltas else "is a full version"
         raise NotFound(f"no deltas lead from version {old} to {new}, which {built}. Take the full version.")
     base, steps = split
-    with opened_state(catalog.path, base, threads=threads, deadline=deadline) as state:
+    threads = policy.threads
+    with opened_state(catalog.path, base, threads=threads) as state:
         folded = _folded(catalog.path, steps, base, state, threads)
         prove(MovedState(state, folded), chain.end, str(catalog.directory(new)))
-        return pack(folded, packing=packing, base=state, threads=threads)
+        return pack(folded, packing=packing, slicing=policy.slicing, base=state, threads=threads)
 
 
 def _folded(

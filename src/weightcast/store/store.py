@@ -187,9 +187,7 @@ class Store:
         """
         self._catalog.check_exists()
         with self._locked():
-            return fold_version(
-                self._catalog, version or self.newest(), onto, threads=self._policy.threads, progress=progress
-            )
+            return fold_version(self._catalog, version or self.newest(), onto, policy=self._policy, progress=progress)
 
     def gc(
         self,
@@ -295,4 +293,4 @@ class Store:
         `new` is not built on `old`. `packing` defaults to that of this store's policy.
         """
         chosen = self._policy.packings[0] if packing is None else packing
-        return delta_between(self._catalog, old, new, packing=chosen, threads=self._policy.threads)
+        return delta_between(self._catalog, old, new, packing=chosen, policy=self._policy)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weightcast.errors import AnyPath, InvalidInput, ManifestCorrupt, UnsupportedTensor
-from weightcast.tensors.box_plan import Place, PlacedBox, intersection, tiling_problems
+from weightcast.tensors.box_plan import Place, PlacedBox, tiling_problems
 from weightcast.tensors.boxes import Box
 from weightcast.tensors.digest import (
     ALGORITHMS,
@@ -35,7 +35,7 @@ Packing = Literal["gaps", "classes"]
 
 FORMAT = 2  # 1 had no sums and no pieces, and a root digest over the digests of bytes
 MAX_MANIFEST_NBYTES = 1 << 30
-MAX_PIECE_NBYTES = 64 << 20  # what is fetched again if a byte of it is wrong
+MIN_PIECE_NBYTES, MAX_PIECE_NBYTES = 64 << 10, 64 << 20  # what is fetched again if a byte of it is wrong
 _MAX_CREATED_S = 1 << 36  # the year 4147
 
 # Keys of `metadata` in which a source says what it recorded beside the version: the rank whose file it is and the number of
@@ -266,12 +266,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """The same as the delta on its base, of which only payloads are moved."""
         return self if self.kind == "delta" else msgspec.structs.replace(self, kind="delta", parts=())
 
-    def owner(self, name: str, box: Box) -> int:
-        """Of publishers that share a version, the one whose payload tells of a box. Several may hold the same box."""
-        for held in self.boxes.get(name, ()):
-            if intersection(Box(held.start, held.shape), box) is not None:
-                return held.ranks[0]
-        return 0
+    def counted_elsewhere(self) -> dict[tuple[int, str], tuple[Box, ...]]:
+        """By publisher and tensor, the boxes that an earlier publisher holds too, whose payload counts for them."""
+        found: dict[tuple[int, str], list[Box]] = {}
+        for name, boxes in self.boxes.items():
+            for box in boxes:
+                for rank in box.ranks[1:]:
+                    found.setdefault((rank, name), []).append(Box(box.start, box.shape))
+        return {place: tuple(boxes) for place, boxes in found.items()}
 
     @property
     def listed_files(self) -> dict[str, PartEntry | FileEntry | ShareFile]:
@@ -452,6 +454,7 @@ def find_problems(manifest: Manifest) -> Iterator[str]:
         for part in manifest.parts
         if not 0 < part.header_nbytes <= part.nbytes
     )
+    yield from (f"share {file.file[:200]!r} has {file.nbytes} bytes" for file in manifest.shares if file.nbytes < 0)
     files = [file.file for file in (*manifest.files, *manifest.payloads)]
     files += [part.file for part in manifest.parts] + [share.file for share in manifest.shares]
     yield from payload_problems(manifest)
@@ -511,7 +514,7 @@ def merged_base(
 def piece_problems(manifest: Manifest) -> Iterator[str]:
     """Files that do not have a digest for each of their pieces."""
     size = manifest.piece_nbytes
-    if not (0 < size <= MAX_PIECE_NBYTES if manifest.format > 1 else size == 0):
+    if not (MIN_PIECE_NBYTES <= size <= MAX_PIECE_NBYTES if manifest.format > 1 else size == 0):
         yield f"its files have pieces of {size} bytes"
         return
     width = digest_nbytes(manifest.algorithm) if manifest.algorithm is not None else 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -24,6 +24,7 @@ from weightcast.errors import DeadlineExceeded, DeltaCorrupt, UpdateCancelled, W
 from weightcast.tensors.box_plan import intersection, overlap
 from weightcast.tensors.boxes import Box, Held, Placement, box_of
 from weightcast.tensors.digest import DEFAULT
+from weightcast.tensors.dtypes import DType
 from weightcast.tensors.flat import Array, Bytes
 from weightcast.tensors.kernels import kernels
 from weightcast.tensors.lanes import Lanes, kind_of, lanes_per_element
@@ -85,8 +86,8 @@ class Packed:
         """All changes that were fetched."""
         found: list[Run] = []
         for one in self.payloads:
-            runs = decode_chunks(one.view, one.table, one.chunks, old, threads=threads)
-            found += [run for run in runs if self.wanted.takes(run, one.rank)]
+            needs = partial(self.wanted.needs, rank=one.rank)
+            found += decode_chunks(one.view, one.table, one.chunks, old, takes=needs, threads=threads)
         return found
 
     @property
@@ -141,22 +142,21 @@ class DeltaChain:
 
     def along(self, plan: Plan, manifest: Manifest) -> Delta:
         """All of it as one delta, decoded along the live weights, which hold the version that the first is based on."""
-        folded = self._folded(live_state(plan) if _holds_all(plan, manifest) else None)
-        entries = plan.entries
+        folded, entries = self._folded(plan, manifest), plan.entries
         touched = folded.tensors.keys() & entries.keys()
         check_specs({name: folded.tensors[name].spec for name in touched}, {name: entries[name].spec for name in touched})
         return folded
 
-    def _folded(self, state: State | None) -> Delta:
+    def _folded(self, plan: Plan, manifest: Manifest) -> Delta:
         if self.ready:
             return fold(*self.ready)
-        if self.needs_no_base:
+        if self.needs_no_base or not _holds_all(plan, manifest):
             return fold(*(one.along(None) for one in self.packed))
-        folded: Delta | None = None
-        for one in self.packed:
-            step = one.along(state if state is None or folded is None else MovedState(state, folded))
-            folded = step if folded is None else fold(folded, step)
-        return folded or Delta({}, {})
+        state = live_state(plan)  # a copy of the whole model, if that is not in host memory
+        folded = self.packed[0].along(state)
+        for one in self.packed[1:]:
+            folded = fold(folded, one.along(MovedState(state, folded)))
+        return folded
 
     def sliced(self, held: Sequence[Held], live: Parameters | None, check: Callable[[], None]) -> Delta:
         """What the parameters of a rank take of all of it. In the caller's thread, as it runs beside an engine.
@@ -169,6 +169,7 @@ class DeltaChain:
         if live is None:
             raise Unaligned("it is packed as 'classes', and the parameters are not in host memory")
         rank = _RankBase(held, live(), self.packed[-1].specs)
+        rank.register(block for one in self.packed for chunk in one.chunks for block in chunk.blocks)
         for one in self.packed:
             rank.add(one.runs(rank.lanes, threads=1))
             check()
@@ -233,9 +234,9 @@ def fetched_chain(
 class _Wanted:
     """What is needed of a delta: all of it, or, for a rank, what its boxes have of it."""
 
-    manifest: Manifest
     specs: Mapping[str, TensorSpec]
     boxes: Mapping[str, tuple[Box, ...]] | None
+    elsewhere: Mapping[tuple[int, str], tuple[Box, ...]]
 
     @classmethod
     def of(cls, manifest: Manifest, held: Sequence[Held] | None) -> _Wanted:
@@ -244,33 +245,18 @@ class _Wanted:
             for placement in one.placements:
                 boxes[placement.source] = (*boxes.get(placement.source, ()), placement.box)
         specs = {entry.name: entry.spec for entry in manifest.tensors}
-        return cls(manifest, specs, None if held is None else boxes)
+        return cls(specs, None if held is None else boxes, manifest.counted_elsewhere())
 
     def chunks(self, table: Table, rank: int) -> tuple[Chunk, ...]:
-        """The chunks of the payload of a publisher that have something of it, and that no other publisher tells too."""
-        return tuple(chunk for chunk in table.chunks if any(self._needs(block, rank) for block in chunk.blocks))
+        """The chunks of a publisher's payload that are needed, and do not count from another publisher's."""
+        return tuple(chunk for chunk in table.chunks if any(self.needs(block, rank) for block in chunk.blocks))
 
-    def takes(self, run: Run, rank: int) -> bool:
-        """Whether changes are not told by another publisher, which holds the same box."""
-        if not self.manifest.boxes:
-            return True
-        block = Block(run.tensor, run.start, max(1, run.lanes), 0, run.box)
-        return self.manifest.owner(run.tensor, block.bounds(self.specs[run.tensor])) == rank
-
-    def _needs(self, block: Block, rank: int) -> bool:
-        if self.boxes is None and not self.manifest.boxes:
-            return True
-        bounds = block.bounds(self.specs[block.tensor])
-        if self.manifest.boxes and self.manifest.owner(block.tensor, bounds) != rank:
+    def needs(self, block: Block, rank: int) -> bool:
+        """The same of one block."""
+        name, spec = block.tensor, self.specs[block.tensor]
+        if self.elsewhere and block.meets(spec, self.elsewhere.get((rank, name), ())):
             return False
-        if self.boxes is None:
-            return True
-        return _meets(bounds, self.boxes.get(block.tensor, ()))
-
-
-@lru_cache(maxsize=1 << 14)  # deltas that follow one another are cut alike
-def _meets(bounds: Box, boxes: tuple[Box, ...]) -> bool:
-    return any(overlap(bounds, box) for box in boxes)
+        return self.boxes is None or block.meets(spec, self.boxes.get(name, ()))
 
 
 def _fetched(
@@ -385,7 +371,21 @@ def _holds_all(plan: Plan, manifest: Manifest) -> bool:
 
 # -- `classes` along the boxes of a rank ---------------------------------------------------------------------------
 
-_Place = tuple[str, Box | None, int]
+
+@dataclass
+class _BlockBase:
+    """A block as all deltas of a chain have it, where it lies, and the changes that were added to it."""
+
+    block: Block
+    bounds: Box
+    changes: TensorDelta | None = None
+
+    def overlaps(self, other: _BlockBase) -> bool:
+        """Whether both may have a lane of their tensor. In one box the lanes tell, as blocks may share a row."""
+        one, two = self.block, other.block
+        if one.box == two.box:
+            return one.start < two.start + two.lanes and two.start < one.start + one.lanes
+        return overlap(self.bounds, other.bounds)
 
 
 @dataclass
@@ -395,22 +395,24 @@ class _RankBase:
     held: Sequence[Held]
     live: Mapping[str, Array]
     specs: Mapping[str, TensorSpec]
-    changes: dict[_Place, TensorDelta] = field(default_factory=dict)
-    lanes_of: dict[_Place, int] = field(default_factory=dict)
-    bounds: dict[str, dict[_Place, Box]] = field(default_factory=dict)
+    blocks: dict[str, dict[tuple[Box | None, int], _BlockBase]] = field(default_factory=dict)
+
+    def register(self, blocks: Iterable[Block]) -> None:
+        """Take in which blocks deltas have, before their changes. Raises `Unaligned` if two overlap and are not the same."""
+        for block in blocks:
+            known, place = self.blocks.setdefault(block.tensor, {}), (block.box, block.start)
+            if place in known and known[place].block.lanes == block.lanes:
+                continue
+            new = _BlockBase(block, block.bounds(self.specs[block.tensor]))
+            if any(map(new.overlaps, known.values())):
+                raise Unaligned(f"{block.tensor} is cut in another way than in the delta before")
+            known[place] = new
 
     def lanes(self, block: Block) -> Lanes:
         """The lanes of a block, with all that was added."""
-        spec, place = self.specs[block.tensor], (block.tensor, block.box, block.start)
-        bounds = block.bounds(spec)
-        others = self.bounds.setdefault(block.tensor, {})
-        if self.lanes_of.get(place, block.lanes) != block.lanes or any(
-            other != place and intersection(box, bounds) is not None for other, box in others.items()
-        ):
-            raise Unaligned(f"{block.tensor} is cut in another way than in the delta before")
-        self.lanes_of[place], others[place] = block.lanes, bounds
-        found = self._read(block, spec, bounds)
-        before = self.changes.get(place)
+        spec = self.specs[block.tensor]
+        known = self.blocks[block.tensor][block.box, block.start]
+        found, before = self._read(block, spec, known.bounds), known.changes
         if before is None:
             return found
         moved = found.copy()
@@ -421,16 +423,17 @@ class _RankBase:
     def add(self, runs: Sequence[Run]) -> None:
         """Changes that follow what is here."""
         for run in runs:
-            place = (run.tensor, run.box, run.start)
-            dtype = self.specs[run.tensor].dtype
-            elements = self.lanes_of.get(place, len(run.steps)) // lanes_per_element(dtype)
-            after = TensorDelta(TensorSpec(run.tensor, dtype, (elements,)), run.indices, run.steps)
-            before = self.changes.get(place)
-            self.changes[place] = after if before is None else fold_tensors([before, after])
+            one, dtype = self.blocks[run.tensor][run.box, run.start], DType(f"I{8 * run.steps.itemsize}")
+            spec = TensorSpec(run.tensor, dtype, (one.block.lanes,))  # of lanes: a block may end inside of an element
+            after = TensorDelta(spec, run.indices, run.steps)
+            one.changes = after if one.changes is None else fold_tensors([one.changes, after])
 
     def runs(self) -> Iterator[Run]:
         """All that was added."""
-        return (Run(*place[::2], one.indices, one.steps, place[1]) for place, one in self.changes.items())
+        for known in self.blocks.values():
+            for one in known.values():
+                if one.changes is not None:
+                    yield Run(one.block.tensor, one.block.start, one.changes.indices, one.changes.steps, one.block.box)
 
     def _read(self, block: Block, spec: TensorSpec, bounds: Box) -> Lanes:
         skip = block.start % max(1, prod(bounds.shape[1:]) * lanes_per_element(spec.dtype))  # of the first row
