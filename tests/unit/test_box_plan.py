@@ -214,3 +214,46 @@ def test_boxes_that_cross_are_told_up_to_a_bound_and_soon():
     assert len(tiling_problems((count, count), boxes)) == MAX_PROBLEMS
     assert len(tiling_problems((1,), [Box((at,), (1,)) for at in range(1, count)])) == MAX_PROBLEMS
     assert time.monotonic() - began < 5
+
+
+def layered(dims):
+    """A tiling in which each layer along the last dimension is cut in two along another one."""
+    shape, boxes = (2,) * (dims - 1) + (dims - 1,), []
+    for layer in range(dims - 1):
+        for half in (0, 1):
+            start, size = [0] * dims, list(shape)
+            start[layer], size[layer], start[-1], size[-1] = half, 1, layer, 1
+            boxes.append(Box(tuple(start), tuple(size)))
+    return shape, boxes
+
+
+@pytest.mark.parametrize("dims", [3, 18, 60])
+def test_a_tiling_of_many_dimensions_is_proved_soon_and_what_is_none_refused_soon(dims):
+    shape, boxes = layered(dims)
+    began = time.monotonic()
+    assert tiling_problems(shape, boxes) == []
+    assert tiling_problems(shape, boxes[:-1])
+    assert tiling_problems(shape, [*boxes[:-1], boxes[-2]])  # of the right volume
+    assert time.monotonic() - began < 10
+
+
+def test_a_tiling_of_thousands_of_boxes_is_proved_soon():
+    rows = [Box((at, 0), (1, 4000)) for at in range(4000)]
+    columns = [Box((0, 4000 + at), (4000, 1)) for at in range(4000)]
+    grid = [Box((at, 8000 + 50 * column), (50, 50)) for at in range(0, 4000, 50) for column in range(80)]
+    began = time.monotonic()
+    assert tiling_problems((4000, 12000), [*rows, *columns, *grid]) == []
+    assert time.monotonic() - began < 3
+    assert tiling_problems((4000, 12000), [*rows, *columns, *grid[1:], grid[7]])
+    assert time.monotonic() - began < 10
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_boxes_have_problems_unless_each_element_lies_in_one(data):
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=3).map(tuple))
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=5))
+    count = np.zeros(shape, dtype=int)
+    for box in boxes:
+        box_of(count, box)[...] += 1
+    assert bool(tiling_problems(shape, boxes)) == (count != 1).any()

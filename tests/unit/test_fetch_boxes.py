@@ -32,6 +32,13 @@ def tensors(seed=1):
     return {name: rng.integers(0, 1 << 16, shape, dtype=np.uint16) for name, shape in SHAPES.items()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pieces_may_be_small():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weightcast.wire.manifest.MIN_PIECE_NBYTES", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     """The same tensors in pieces of several sizes, in one part and in many."""

@@ -311,6 +311,27 @@ def test_a_server_that_answers_several_ranges_otherwise_is_asked_for_one_from_th
         assert not client.takes_several
 
 
+def read_ranges(response, memories):
+    for start, memory in memories.items():
+        response.begin(start, start + len(memory))
+        response.readinto(memoryview(memory))
+
+
+@pytest.mark.parametrize("rest", [b"", b"\r\n--x\r\ncontent-range: bytes 9-10/100"], ids=["ended", "cut off"])
+def test_a_server_that_answers_fewer_ranges_than_asked_is_not_waited_for(store, asking, rest):
+    manifest = publish(store, mib=0.1)
+    body = b"--x\r\nContent-Range: bytes 0-3/100\r\n\r\ngood" + rest
+    with Scripted(reply(body, "206 Partial Content", Content_Type="multipart/byteranges; boundary=x")) as server:
+        client, memory = asking(server.url), bytearray(4)
+        began = time.monotonic()
+        several_ranges = client.opened_ranges(manifest, manifest.parts[0].file, [(0, 4), (9, 11)], deadline=soon())
+        with pytest.raises(OneRange), several_ranges as response:
+            read_ranges(response, {0: memory, 9: bytearray(2)})
+        assert time.monotonic() - began < 2
+        assert memory == b"good"
+        assert not client.takes_several
+
+
 def test_a_manifest_with_a_flipped_bit_or_of_another_version_is_refused(store, asking):
     publish(store, mib=0.1)
     data = bytearray((store.path / "versions" / "step_1" / "manifest.json").read_bytes())

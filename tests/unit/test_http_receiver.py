@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from http_depots import CERT, KEY, Scripted, depots, expected, memories, publish, soon, version, wrong
 from weightcast import LiveModel, Store
@@ -18,11 +19,13 @@ from weightcast.errors import (
     AccessRefused,
     DeadlineExceeded,
     InvalidInput,
+    ManifestCorrupt,
     SourceFailed,
     UpdateCancelled,
     VersionNotFound,
     VersionNotSet,
 )
+from weightcast.store.layout import MANIFEST
 from weightcast.tensors.digest import Hasher
 from weightcast.transports.base import (
     AcknowledgingReceiver,
@@ -35,6 +38,7 @@ from weightcast.transports.base import (
 from weightcast.transports.http.receiver import HttpReceiver
 from weightcast.transports.pieces import WrongPieces, proved_ranges
 from weightcast.transports.registry import open_receiver
+from weightcast.wire.manifest import BaseRef, encode_manifest
 
 
 @pytest.fixture
@@ -373,3 +377,18 @@ def test_a_piece_that_a_depot_has_wrong_comes_from_another_and_one_that_all_have
         with pytest.raises(WrongPieces, match=r"bytes 1048576 to 2097152 of model-00001") as refused:
             list(proved_ranges(alone, manifest, [edge], deadline=soon()))
     assert refused.value.files == {part.file}
+
+
+def test_bases_that_lead_in_a_circle_are_refused_at_once(store, receiving):
+    one = store.publish("step_1", version(mib=0.1), "full")
+    two = store.publish("step_2", version(mib=0.1), "delta")
+    circle = replace(two, version="step_1", base=BaseRef(version="step_2", root_digest=two.root_digest))
+    assert one.root_digest == two.root_digest
+    first, second = (store.path / "versions" / name for name in ("step_1", "step_2"))
+    (first / MANIFEST).write_bytes(encode_manifest(circle))
+    (first / two.payloads[0].file).write_bytes((second / two.payloads[0].file).read_bytes())
+    with depots(store) as served:
+        receiver = receiving([served[0].url])
+        state = receiver.opened_state(receiver.manifest("step_2", deadline=soon()), deadline=soon(3))
+        with pytest.raises(ManifestCorrupt, match="bases lead back to step_2"), state:
+            pass

@@ -159,6 +159,7 @@ def change_tensor(manifest, **fields):
         (lambda m: msgspec.structs.replace(m, kind="delta"), "kind delta"),
         (lambda m: msgspec.structs.replace(m, algorithm=None), "no digests"),
         (lambda m: msgspec.structs.replace(m, version="../x"), "version id"),
+        (lambda m: msgspec.structs.replace(m, piece_nbytes=(64 << 10) - 1), "pieces of 65535 bytes"),
         (
             lambda m: msgspec.structs.replace(m, parts=(msgspec.structs.replace(m.parts[0], file="../../etc/passwd"),)),
             "file name",

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from shares_world import columns_of, model, receiving, rows_of, same, share_of, soon, trainers
 
-from weightcast import DeltaPolicy, DepotPublisher, LiveModel, Shard, Store
+from weightcast import DeltaPolicy, DepotPublisher, LiveModel, Publisher, Shard, ShareWriter, Store
 from weightcast.delta import Cut, Slicing, slicing
+from weightcast.errors import InvalidInput
 from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.tensors.bridges import spec_of
 from weightcast.transports.http.receiver import HttpReceiver
@@ -196,3 +197,43 @@ def test_a_rank_whose_boxes_lie_on_slice_edges_fetches_its_share(rng):
                 for one in layout.held:
                     assert same(live[one.spec.name], box_of(arrays[one.spec.name], one.placements[0].box))
             arrays = stepped(rng, arrays, 5000)
+
+
+def test_a_rank_that_holds_nothing_does_not_keep_the_others_from_deltas(rng):
+    arrays = {"w": rng.standard_normal((256, 1024)).astype(np.float32)}
+    with trainers(2) as publishers, receiving(publishers) as receiver:
+        for number in range(2):
+            publishers[0].publish(f"step_{number}", arrays)
+            publishers[1].publish(f"step_{number}", {"w": Shard(np.empty((0, 1024), np.float32), (256, 1024), (256, 0))})
+            manifest = receiver.manifest(f"step_{number}", deadline=soon())
+            assert len(manifest.payloads) == 2 * number
+            arrays = stepped(rng, arrays)
+
+
+@pytest.mark.parametrize("kind", ["depot", "shared memory"])
+def test_changes_above_max_share_are_not_published(rng, tmp_path, kind):
+    arrays = {"w": rng.standard_normal((256, 1024)).astype(np.float32)}
+    new = stepped(rng, arrays, 2000)
+    for share, count in ((0.5, 1), (0.001, 0)):
+        policy = DeltaPolicy(max_share=share)
+        with (
+            DepotPublisher("127.0.0.1:0", deltas=policy)
+            if kind == "depot"
+            else Publisher(tmp_path / str(count), deltas=policy)
+        ) as publisher:
+            publisher.publish("step_0", arrays)
+            assert len(publisher.publish("step_1", new).manifest.payloads) == count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _, policy: DepotPublisher("127.0.0.1:0", deltas=policy),
+        lambda path, policy: Publisher(path / "shared", deltas=policy),
+        lambda path, policy: ShareWriter(path, rank=0, ranks=2, deltas=policy),
+    ],
+    ids=["depot", "shared memory", "store"],
+)
+def test_publishers_that_pack_once_refuse_both_packings(tmp_path, make):
+    with pytest.raises(InvalidInput, match="packing='both' is for Store alone"):
+        make(tmp_path, DeltaPolicy(packing="both"))

@@ -10,7 +10,7 @@ import pytest
 from shares_detour import Detour
 from shares_world import columns_of, fetched, model, publish, receiving, rows_of, same, share_of, soon, trainers
 
-from weightcast import LiveModel, Shard, Store
+from weightcast import DepotPublisher, LiveModel, Shard, Store
 from weightcast.clock import Deadline
 from weightcast.errors import (
     AccessRefused,
@@ -27,7 +27,7 @@ from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.tensors.digest import PIECE_NBYTES
 from weightcast.tensors.flat import flat_bytes
 from weightcast.tensors.sums import array_sum
-from weightcast.transports.base import AcknowledgingReceiver, LandingReceiver, RangeReceiver
+from weightcast.transports.base import AcknowledgingReceiver, LandingReceiver, Range, RangeReceiver
 from weightcast.transports.http.access import Access
 from weightcast.transports.http.client import DepotClient
 from weightcast.transports.http.shares import SharesReceiver
@@ -257,6 +257,27 @@ def test_a_manifest_is_asked_for_again_by_a_receiver_that_does_not_know_it_and_a
         publish(others, "step_1", model(9))
         with pytest.raises(SourceFailed, match="published again"):
             fetched(third, manifest, [("norm", Box.whole((48,)))])
+
+
+def test_a_payload_that_is_gone_since_its_rank_published_the_version_again_is_told(arrays):
+    later = arrays | {"norm": arrays["norm"] + 1}
+    with trainers(2) as publishers:
+        publish(publishers, "step_1", arrays)
+        publish(publishers, "step_2", later)
+        with receiving(publishers) as receiver:
+            manifest = receiver.manifest("step_2", deadline=soon())
+        assert len(manifest.payloads) == 2
+        publishers[1].close()
+        with DepotPublisher(urlsplit(publishers[1].url).netloc, rank=1, ranks=2) as again, receiving(publishers) as other:
+            again.publish("step_2", share_of(later, 1, 2))
+            wanted = [Range(one.file, 0, np.empty(one.nbytes, np.uint8)) for one in manifest.payloads]
+            with pytest.raises(SourceFailed, match=r"published again without delta-00002.bin"):
+                list(other.ranges(manifest, wanted, deadline=soon()))
+            with (
+                pytest.raises(SourceFailed, match=r"published again without delta-00002.bin"),
+                other._client.opened_range(manifest, "delta-00002.bin", 0, 1, deadline=soon()),
+            ):
+                pass
 
 
 def test_a_dead_publisher_is_done_without_where_others_hold_its_boxes(four, arrays):

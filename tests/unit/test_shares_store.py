@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from shares_world import columns_of, model, rows_of, same, share_of, soon, trainers
 from test_shares_deltas import boxes_of, publish_all, stepped, wide
 
@@ -16,11 +17,21 @@ from weightcast.delta import Cut, Slicing, slicing
 from weightcast.depot.mirror import Mirror
 from weightcast.depot.server import Depot
 from weightcast.depot.stored import StoredShelf
-from weightcast.errors import DigestMismatch, GatherFailed, InvalidInput, VersionExists
+from weightcast.errors import (
+    DeadlineExceeded,
+    DigestMismatch,
+    GatherFailed,
+    InvalidInput,
+    ManifestCorrupt,
+    StorageFailed,
+    VersionExists,
+)
 from weightcast.store.files import replace_synced
+from weightcast.store.version_file import write_version_file
 from weightcast.tensors.boxes import Box, Held, box_of
 from weightcast.tensors.bridges import spec_of
 from weightcast.transports.http.receiver import HttpReceiver
+from weightcast.wire.manifest import ShareFile, decode_manifest, encode_manifest
 from weightcast.worker.shards import Shards
 
 
@@ -240,14 +251,103 @@ def test_what_a_dead_rank_0_left_is_not_taken_for_a_beginning(tmp_path):
     shares = shares_of(arrays, 2)
     with ThreadPoolExecutor(2) as threads:
         follower = threads.submit(writers.all[1].publish, "step_0", shares[1], timeout=30)
-        deadline = soon()
-        while not list(left.glob(".share-00001-dead.json")):
-            deadline.check("waiting for rank 1 to join the attempt that is dead")
-            time.sleep(0.01)
+        await_file(left, ".share-00001-dead.json")
         leader = threads.submit(writers.all[0].publish, "step_0", shares[0], timeout=30)
         assert leader.result() == follower.result()
     assert leader.result().sequence == 1
     assert all_same(Store(tmp_path).load(), arrays)
+
+
+def await_file(directory, pattern):
+    deadline = soon()
+    while not list(directory.glob(pattern)):
+        deadline.check(f"waiting for {pattern} in {directory}")
+        time.sleep(0.01)
+
+
+def test_a_rank_that_was_started_again_does_not_replace_what_its_predecessor_announced(tmp_path):
+    arrays, directory = model(), tmp_path / "versions" / "step_0"
+    writers, shares = Writers(tmp_path, 3), shares_of(arrays, 3)
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(writers.all[rank].publish, "step_0", shares[rank], timeout=30) for rank in (0, 1)]
+        await_file(directory, ".share-00001-*.json")
+        with pytest.raises(GatherFailed, match="another process of rank 1"):
+            ShareWriter(tmp_path, rank=1, ranks=3).publish("step_0", shares_of(model(2), 3)[1], timeout=3)
+        running.append(threads.submit(writers.all[2].publish, "step_0", shares[2], timeout=30))
+        manifests = [one.result() for one in running]
+    assert manifests == [manifests[0]] * 3
+    assert Store(tmp_path).verify("step_0").ok
+    assert all_same(Store(tmp_path).load(), arrays)
+
+
+@pytest.mark.parametrize("end", ["published", "taken back", "dead after version.yaml", "dead before version.yaml"])
+def test_a_rank_returns_once_rank_0_can_take_the_version_back_no_more(tmp_path, end):
+    """The test plays rank 0, so it chooses where to stop."""
+    arrays, directory = model(), tmp_path / "versions" / "step_0"
+    manifest = Store(tmp_path / "other").publish("step_0", arrays)
+    directory.mkdir(parents=True)
+    state = directory / ".publish.json"
+    replace_synced(state, b'{"attempt": "one", "sequence": 1}')
+    with ThreadPoolExecutor(1) as threads:
+        follower = threads.submit(
+            ShareWriter(tmp_path, rank=1, ranks=2).publish, "step_0", share_of(arrays, 1, 2), timeout=2
+        )
+        await_file(directory, ".share-00001-one.json")
+        replace_synced(directory / "manifest.json", encode_manifest(manifest))
+        time.sleep(0.3)
+        assert not follower.done()  # the manifest may still be removed
+        if end == "taken back":
+            (directory / "manifest.json").unlink()
+            replace_synced(state, b'{"attempt": "one", "sequence": 1, "error": "no space"}')
+            with pytest.raises(GatherFailed, match="no space"):
+                follower.result()
+        elif end == "dead before version.yaml":
+            with pytest.raises(DeadlineExceeded):
+                follower.result()
+        else:
+            write_version_file(tmp_path, version="step_0", step=manifest.step)
+            if end == "published":
+                state.unlink()
+            assert follower.result() == manifest
+
+
+def test_rank_0_ends_the_try_before_it_removes_what_that_left(tmp_path):
+    directory = tmp_path / "versions" / "step_0"
+    (directory / ".a_directory_that_cannot_be_removed_as_a_file").mkdir(parents=True)
+    replace_synced(directory / ".publish.json", b'{"attempt": "dead", "sequence": 7}')
+    with pytest.raises(StorageFailed, match="cannot_be_removed"):
+        ShareWriter(tmp_path, rank=0, ranks=2).publish("step_0", share_of(model(), 0, 2), timeout=5)
+    assert not (directory / ".publish.json").exists()
+
+
+def test_a_share_of_less_than_no_bytes_is_refused(tmp_path):
+    manifest = published(Writers(tmp_path, 2), "step_0", shares_of(model(), 2))
+    lie = replace(manifest, shares=(*manifest.shares, ShareFile(file="share-00002.bin", nbytes=-5, pieces=b"")))
+    with pytest.raises(ManifestCorrupt, match=r"'share-00002.bin' has -5 bytes"):
+        decode_manifest(encode_manifest(lie), "m")
+
+
+def test_a_rank_that_holds_nothing_does_not_keep_the_others_from_writing_deltas(rng, tmp_path):
+    arrays = {"w": rng.standard_normal((256, 1024)).astype(np.float32)}
+    writers = Writers(tmp_path, 2)
+    for number in range(2):
+        empty = Shard(np.empty((0, 1024), np.float32), (256, 1024), (256, 0))
+        manifest = published(writers, f"step_{number}", [arrays, {"w": empty}])
+        assert manifest.kind == ("delta" if number else "full")
+        assert all_same(Store(tmp_path).load(), arrays)
+        arrays = stepped(rng, arrays)
+
+
+def test_changes_above_max_share_are_written_as_a_full_version(rng, tmp_path):
+    arrays = {"w": rng.standard_normal((2048, 1024)).astype(np.float32)}
+    halves = [rows_of(arrays["w"], rank, 2) for rank in (0, 1)]
+    for share, kind in ((0.5, "delta"), (0.02, "full")):
+        writers, current = Writers(tmp_path / kind, 2, deltas=DeltaPolicy(max_share=share)), arrays
+        for number in range(2):
+            shards = [{"w": Shard(box_of(current["w"], box), (2048, 1024), box.start)} for box in halves]
+            manifest = published(writers, f"step_{number}", shards)
+            current = stepped(rng, current, 400_000)
+        assert manifest.kind == kind
 
 
 def test_a_damaged_share_is_found(rng, tmp_path):
@@ -300,7 +400,7 @@ def test_a_mirror_takes_what_ranks_share_and_serves_it_to_others(rng, tmp_path, 
                 assert all_same(live, arrays)
                 assert all(same(cut[name], box_of(array, rows[name])) for name, array in arrays.items())
                 for path in (mirror.path, second.path):
-                    assert all_same(Store(path).load(), arrays)
+                    assert all_same(Store(path).load(f"step_{number}"), arrays)
                     assert Store(path).verify().ok
                 arrays = stepped(rng, arrays)
             assert mirror.problems() == {}
@@ -316,4 +416,4 @@ def test_a_mirror_waits_for_the_slowest_rank(tmp_path):
             assert mirror.newest() is None
             threading.Timer(0.1, publishers[1].publish, ("step_0", share_of(arrays, 1, 2))).start()
             await_version(mirror, "step_0")
-        assert all_same(Store(tmp_path).load(), arrays)
+        assert all_same(Store(tmp_path).load("step_0"), arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from weightcast import logs
 from weightcast.delta import Encoder
 from weightcast.delta.container import Table
 from weightcast.delta.encoder import TooManyChanges
+from weightcast.errors import InvalidInput
 from weightcast.store.delta_policy import DeltaPolicy, estimate_changes
 from weightcast.store.payload import payload_entry
 from weightcast.tensors.boxes import Box
@@ -22,6 +24,8 @@ from weightcast.tensors.sums import Sum
 from weightcast.wire.manifest import PayloadEntry
 
 log = logs.get(__name__)
+
+_SMALL_NBYTES = 64 << 10  # changes of a rank that are never too large
 
 
 class Compared(NamedTuple):
@@ -46,6 +50,24 @@ class PackedChanges(NamedTuple):
         """What a manifest says of it."""
         digest, pieces = bytes_digest(self.data, algorithm), piece_digests(self.data, algorithm)
         return replace(payload_entry(file, len(self.data), digest, pieces, self.table), part=part, offset=offset)
+
+
+def check_policy(policy: DeltaPolicy | None) -> DeltaPolicy | None:
+    """Refuse a policy that only `Store` can follow."""
+    if policy is not None and policy.packing == "both":
+        raise InvalidInput(
+            "packing='both' is for Store alone: other publishers pack the changes once. Choose 'auto', 'gaps' or 'classes'."
+        )
+    return policy
+
+
+def most_payload_nbytes(policy: DeltaPolicy, nbytes: int, ranks: int) -> int:
+    """Up to how many bytes the changes of a rank are published, if it holds `nbytes`: less than `max_share` of that.
+
+    Where several ranks share a version it is 64 KiB at least, as a rank that holds nothing needs a payload too.
+    """
+    most = ceil(policy.max_share * nbytes) - 1
+    return most if ranks == 1 else max(most, _SMALL_NBYTES)
 
 
 def packed_changes(

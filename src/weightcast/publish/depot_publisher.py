@@ -18,6 +18,7 @@ from weightcast.depot.leases import Lease, Leases
 from weightcast.depot.nixl_export import NixlExport
 from weightcast.depot.server import Depot, listening_host
 from weightcast.errors import Conflict, InvalidInput, VersionExists, WrongState
+from weightcast.publish.changes import check_policy
 from weightcast.publish.drafting import Draft, Filled, Release, drafted
 from weightcast.publish.filling import fill
 from weightcast.publish.lending import LentHolding, hashed, part_pieces
@@ -63,8 +64,9 @@ class DepotPublisher:
     every update that read it is acknowledged. One that still reads has `hold_s` seconds, and is then cut off. `threads` copy
     and hash. With a `token`, receivers must show it; with `tls`, they must speak TLS. With `nixl`, receivers that open
     `nixl://` read the memory themselves, through a port of UCX at the same address, and the trainer can `lend` them its
-    tensors. Beside a version lie its changes since the one before, where they are few; with `deltas` None they are not
-    looked for. What several ranks share is a delta only if all of them hold the version before.
+    tensors. Beside a version lie its changes since the one before, where they are few. `deltas` says when, and has one
+    packing, not "both"; with None they are not looked for. What several ranks share is a delta only if all of them hold the
+    version before.
 
     One thread at a time may publish. Nothing of this is needed in children of a fork.
     """
@@ -90,7 +92,7 @@ class DepotPublisher:
         self._rank, self._ranks, self._threads = rank, ranks, threads
         self._publishing = threading.Lock()
         self._sequence = 0
-        self._deltas = deltas
+        self._deltas = check_policy(deltas)
         self._last: Filled | None = None  # the version before, while its memory has it
         self._told = _Told()
         self._shelf = MemoryShelf(slots=slots, hold_s=hold_s, where=f"the memory of trainer rank {rank}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from weightcast.errors import InvalidInput
-from weightcast.publish.changes import Compared, packed_changes
+from weightcast.publish.changes import Compared, most_payload_nbytes, packed_changes
 from weightcast.publish.memory_parts import MemoryPart, in_a_row, in_memory, part_files, parts_for
 from weightcast.publish.memory_shelf import MemoryHolding
 from weightcast.publish.shares import Given
@@ -160,7 +160,8 @@ class Draft:
             for name, one in self.own.items()
             if one.held.nbytes
         ]
-        packed = packed_changes(self.version, compared, policy, most_nbytes=self.nbytes // 2)
+        most = most_payload_nbytes(policy, self.nbytes, self.ranks)
+        packed = packed_changes(self.version, compared, policy, most_nbytes=most)
         if packed is None:
             return None
         sums = {name: one.sum for name, one in before.digests.items()} | before.held.tied_sums if self.ranks > 1 else {}

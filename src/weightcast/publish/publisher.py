@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from weightcast import logs
 from weightcast.clock import Deadline
 from weightcast.errors import AnyPath, InvalidInput, NotFound, UnsupportedTensor, VersionExists, WeightcastError, WrongState
-from weightcast.publish.changes import Compared, packed_changes
+from weightcast.publish.changes import Compared, check_policy, most_payload_nbytes, packed_changes
 from weightcast.publish.clerk import Clerk
 from weightcast.publish.desk import Desk
 from weightcast.publish.filling import aligned, fill
@@ -75,8 +75,8 @@ class Publisher:
     `hold_s` seconds when its memory is needed again, or takes more than `stall_s` for a bucket, is dropped. `threads` copy
     and hash. `device` is where the memory is: "host", or "cuda:0" for tensors on that GPU. `token` is what receivers must
     know; without it there is a random one, which processes of this user find in the directory. Beside a version in host
-    memory lie its changes since the one before, where they are few: receivers that hold that one read nothing else. With
-    `deltas` None they are not looked for.
+    memory lie its changes since the one before, where they are few: receivers that hold that one read nothing else. `deltas`
+    says when, and has one packing, not "both". With None they are not looked for.
 
     One thread at a time may publish. Nothing of this is needed in children of a fork.
     """
@@ -110,7 +110,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._publishing = threading.Lock()
         self._sequence = 0
-        self._rank, self._ranks, self._deltas = rank, ranks, deltas
+        self._rank, self._ranks, self._deltas = rank, ranks, check_policy(deltas)
         self._next_slab: threading.Thread | None = None
         self._clerk = Clerk(self._device, self._changed, slabs=slabs, hold_s=hold_s)
         self._place = Place.of_rank(root, rank)
@@ -232,7 +232,8 @@ class Publisher:
             for entry in manifest.tensors
         ]  # fmt: skip
         offset = aligned(max((entry.offset + entry.nbytes for entry in manifest.tensors), default=0))
-        packed = packed_changes(manifest.version, compared, policy, most_nbytes=slab.memory.nbytes - offset)
+        most = min(slab.memory.nbytes - offset, most_payload_nbytes(policy, manifest.nbytes, self._ranks))
+        packed = packed_changes(manifest.version, compared, policy, most_nbytes=most)
         if packed is None:
             return manifest
         slab.memory.bytes[offset : offset + len(packed.data)] = np.frombuffer(packed.data, dtype=np.uint8)

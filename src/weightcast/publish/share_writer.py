@@ -22,6 +22,7 @@ from weightcast.errors import (
     VersionNotFound,
     WeightcastError,
 )
+from weightcast.publish.changes import check_policy
 from weightcast.publish.depot_publisher import DELTAS, TIMEOUT_S
 from weightcast.publish.drafting import ChangesSince, Filled, Release, drafted
 from weightcast.publish.filling import fill
@@ -33,7 +34,7 @@ from weightcast.store.files import make_dir, read_small, remove_file, replace_sy
 from weightcast.store.lock import exclusive
 from weightcast.store.pruning import unreferenced
 from weightcast.store.store import Store
-from weightcast.store.version_file import put_back_version_file, raw_version_file, step_of, write_version_file
+from weightcast.store.version_file import put_back_version_file, raw_version_file, step_of, version_yaml, write_version_file
 from weightcast.store.writer import HasStateDict, PublishAs
 from weightcast.tensors.digest import DEFAULT, Algorithm
 from weightcast.transports.ipc.host_memory import HostDevice, HostMemory, private_memory
@@ -61,8 +62,8 @@ class ShareWriter:
     Every rank calls `publish` with the same versions and what it holds: whole tensors, `DTensor`s, or `Shard`s. Each rank
     writes its own boxes, or what changed in them since the version before. Rank 0 writes the manifest last. Nothing is
     gathered; ranks meet in the directory of the version. A version is a delta only if every rank holds the one before, which
-    each keeps in memory: two copies of its boxes. `deltas` says when deltas are made; None means never. `threads` copy and
-    hash.
+    each keeps in memory: two copies of its boxes. `deltas` says when deltas are made, in one packing, not "both"; None means
+    never. `threads` copy and hash.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ShareWriter:
         if not 0 <= rank < ranks or threads < 1:
             raise InvalidInput(f"rank {rank} of {ranks} with {threads} thread(s) cannot be: ranks count from 0.")
         self.path = Path(path)
-        self._rank, self._ranks, self._threads, self._deltas = rank, ranks, threads, deltas
+        self._rank, self._ranks, self._threads, self._deltas = rank, ranks, threads, check_policy(deltas)
         self._catalog = Catalog(self.path)
         self._store = Store(self.path, delta=deltas)  # for one rank alone
         self._last: Filled | None = None  # the version before, in `_kept`
@@ -167,6 +168,7 @@ class ShareWriter:
         with exclusive(layout.lock_path(self.path), deadline):
             self._check_absent(version)
             make_dir(directory)
+            remove_file(directory / _STATE)  # first: the other ranks must not join a try that is over
             for leftover in sorted(directory.iterdir()):
                 remove_file(leftover)
             state = SharedPublish(secrets.token_hex(8), self._catalog.next_sequence())
@@ -193,6 +195,7 @@ class ShareWriter:
                         _write_state(directory, replace(state, error=str(error) or type(error).__name__))
                 raise
             with suppress(WeightcastError, OSError):
+                remove_file(directory / _STATE)  # first: the other ranks wait for this
                 for stray in unreferenced(directory, manifest):
                     remove_file(stray)
         return manifest, filled
@@ -244,16 +247,26 @@ class ShareWriter:
         before = _read_state(directory)  # of an earlier try, if that has failed
         found: tuple[Filled, ChangesSince | None] | None = None
         while True:
-            state = _read_state(directory)  # before looking for the manifest: rank 0 removes this after writing that
+            state = _read_state(directory)  # before looking for the manifest: rank 0 removes this when all is written
             if found is None:
                 self._check_absent(version)
-            elif layout.manifest_path(self.path, version).exists():
-                return self._catalog.manifest(version), found[0]
+            elif (state is None or deadline.remaining() <= 0) and layout.manifest_path(self.path, version).exists():
+                manifest = self._catalog.manifest(version)
+                named = version_yaml(version=version, step=manifest.step)
+                if state is None or raw_version_file(self.path) == named:  # else rank 0 may still take it back
+                    return manifest, found[0]
             if state is not None and state != joined:
                 if state.error and (before is None or state.attempt != before.attempt or not before.error):
                     raise GatherFailed(f"version {version} was not published to {self.path}: rank 0 failed: {state.error}")
                 if not state.error:
                     try:
+                        if found is None and (directory / _announcement(self._rank, state)).exists():
+                            raise GatherFailed(
+                                f"version {version} was not published by this process: another process of rank "
+                                f"{self._rank}, or an earlier call, has written its part of it already. If the version is "
+                                f"in {self.path} when rank 0 is done, go on with the next one, else publish it again on "
+                                "all ranks."
+                            )
                         if state.attempt != joined.attempt or found is None:
                             found = fill_memory(state.sequence)
                             self._write(directory, state, *found)

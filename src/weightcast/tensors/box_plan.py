@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from weightcast.tensors.flat import Array, Bytes, flat_bytes
 
 SPLIT_NBYTES = 1 << 20  # what several hold is not divided between them into less: a request costs more than it saves
 MAX_PROBLEMS = 100  # that are listed of one tensor: crossing boxes have as many as the square of their number
+_MAX_LOOKS = 256  # at a box, to describe what is wrong: without a bound they can double with each dimension
 
 
 class Place(NamedTuple):
@@ -237,37 +239,65 @@ class _Tiling:
 def tiling_problems(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[str]:
     """Where boxes do not cover a tensor exactly once: holes, and parts that lie in more than one of them.
 
-    Boxes without elements count for nothing. Stops after `MAX_PROBLEMS`.
+    Boxes without elements count for nothing. Stops after `MAX_PROBLEMS`, or when describing them takes too long.
     """
     outside = [box for box in boxes if not box.fits(shape)]
     if outside:
         return [f"{_written(box)} lies outside of a tensor of shape {list(shape)}" for box in outside[:MAX_PROBLEMS]]
     filled = [box for box in boxes if 0 not in box.shape]
-    if 0 in shape:
+    if 0 in shape or _covers_once(shape, filled):
         return []
-    return list(dict.fromkeys(islice(_uncovered(shape, filled, ()), MAX_PROBLEMS)))
+    problems = list(dict.fromkeys(islice(_uncovered(shape, filled), MAX_PROBLEMS)))
+    return problems or [f"{len(filled)} boxes do not cover shape {list(shape)} exactly once"]
 
 
-def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box], slab: tuple[tuple[int, int], ...]) -> Iterator[str]:
+def _covers_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside of a tensor cover each of its elements exactly once, in time linear in their number.
+
+    Every edge moves to a random place. The volumes of the boxes then add up to that of the tensor if each cell between
+    edges lies in one box: the volume of a cell is a product of its random lengths, so cells do not make up for one another.
+    Boxes that do not cover it once pass with a probability below 2 ** -120 (Schwartz-Zippel), and nobody can choose such.
+    """
+    places: list[dict[int, int]] = [defaultdict(lambda: secrets.randbits(128)) for _ in shape]
+
+    def volume(box: Box) -> int:
+        edges = zip(places, box.start, ends_of(box), strict=True)
+        return prod(place[end] - place[start] for place, start, end in edges)
+
+    return sum(map(volume, boxes)) == volume(Box.whole(shape))
+
+
+def _uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> Iterator[str]:
     """Goes through one dimension after the other, in slabs in which the same boxes lie all the way."""
-    dim = len(slab)
-    if len(boxes) == 1 and not any(boxes[0].start[dim:]) and boxes[0].shape[dim:] == shape[dim:]:
-        return
-    if dim == len(shape) or not boxes:
-        where = [*slab, *((0, size) for size in shape[dim:])]
-        part = Box(tuple(start for start, _ in where), tuple(end - start for start, end in where))
-        yield _nobody(part) if not boxes else _several(part, boxes)
-        return
-    starts = sorted(boxes, key=lambda box: box.start[dim])
-    edges = sorted({0, shape[dim], *(box.start[dim] for box in boxes), *(box.start[dim] + box.shape[dim] for box in boxes)})
-    inside: list[Box] = []
-    at = 0
-    for begin, end in pairwise(edges):
-        inside = [box for box in inside if box.start[dim] + box.shape[dim] > begin]
-        while at < len(starts) and starts[at].start[dim] <= begin:
-            inside.append(starts[at])
-            at += 1
-        yield from _uncovered(shape, inside, (*slab, (begin, end)))
+    left = _MAX_LOOKS * (1 + len(boxes))
+
+    def search(boxes: Sequence[Box], slab: tuple[tuple[int, int], ...]) -> Iterator[str]:
+        nonlocal left
+        left -= 1 + len(boxes)
+        dim = len(slab)
+        if len(boxes) == 1 and not any(boxes[0].start[dim:]) and boxes[0].shape[dim:] == shape[dim:]:
+            return
+        if dim == len(shape) or not boxes:
+            where = [*slab, *((0, size) for size in shape[dim:])]
+            part = Box(tuple(start for start, _ in where), tuple(end - start for start, end in where))
+            yield _nobody(part) if not boxes else _several(part, boxes)
+            return
+        starts = sorted(boxes, key=lambda box: box.start[dim])
+        edges = sorted(
+            {0, shape[dim], *(box.start[dim] for box in boxes), *(box.start[dim] + box.shape[dim] for box in boxes)}
+        )
+        inside: list[Box] = []
+        at = 0
+        for begin, end in pairwise(edges):
+            if left < 0:
+                return
+            inside = [box for box in inside if box.start[dim] + box.shape[dim] > begin]
+            while at < len(starts) and starts[at].start[dim] <= begin:
+                inside.append(starts[at])
+                at += 1
+            yield from search(inside, (*slab, (begin, end)))
+
+    return search(boxes, ())
 
 
 def _nobody(part: Box) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightcast.clock import Deadline
 from weightcast.delta import Delta, State, fold
-from weightcast.errors import BaseVersionMismatch
+from weightcast.errors import BaseVersionMismatch, ManifestCorrupt
 from weightcast.store.chain import decoded_step, moved
 from weightcast.tensors.box_plan import Place, read_flat
 from weightcast.tensors.flat import Bytes, flat_bytes
@@ -49,8 +49,12 @@ class RangeStates:
     def opened_state(self: RangeReceiver, manifest: Manifest, *, deadline: Deadline) -> Iterator[State]:
         """The whole state that a version is, deltas applied, read as it is asked for. Nothing is proved by it."""
         deltas: list[Manifest] = []
+        seen = {manifest.version}
         while manifest.kind == "delta" and manifest.base is not None:
             deltas.insert(0, manifest)
+            if manifest.base.version in seen:
+                raise ManifestCorrupt(f"of version {manifest.version}", f"its bases lead back to {manifest.base.version}")
+            seen.add(manifest.base.version)
             base = self.manifest(manifest.base.version, deadline=deadline)
             if base.root_digest != manifest.base.root_digest:
                 raise BaseVersionMismatch(

@@ -64,10 +64,10 @@ class Response:
         self.several = False  # ranges, each of which begins with lines of its own
 
     def begin(self, start: int, stop: int) -> None:
-        """Wait for a range, all bytes of which come next. Raises `OneRange` if it is another one."""
+        """Wait for a range, all bytes of which come next. Raises `OneRange` if it is another one, or the body ends first."""
         if not self.several:
             return
-        lines = self.connection.lines(self._patience)
+        lines = self.connection.lines(self._patience, self.left)
         self.left -= len(lines) + len(b"\r\n\r\n")
         told = _CONTENT_RANGE.search(lines)
         if told is None or (int(told[1]), int(told[2]) + 1) != (start, stop) or self.left < stop - start:

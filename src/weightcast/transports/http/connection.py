@@ -122,10 +122,10 @@ class Connection:
                 self.used = True
                 return head
 
-    def lines(self, patience: Patience) -> bytes:
-        """What comes next, up to an empty line and without it. Nothing if there is none for too long."""
-        data = bytearray(self._early)
-        while (end := data.find(b"\r\n\r\n")) < 0 and len(data) <= _MAX_HEAD_NBYTES:
+    def lines(self, patience: Patience, most_nbytes: int = _MAX_HEAD_NBYTES) -> bytes:
+        """What comes next, up to an empty line and without it. Nothing if the next `most_nbytes`, or 64 KiB, have none."""
+        data, most = bytearray(self._early), min(most_nbytes, _MAX_HEAD_NBYTES)
+        while (end := data.find(b"\r\n\r\n", 0, most)) < 0 and len(data) < most:
             data += self._first(data, patience)
         self._early = memoryview(bytes(data[end + 4 :]))
         return bytes(data[: max(end, 0)])

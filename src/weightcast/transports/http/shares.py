@@ -57,6 +57,15 @@ class Group:
     manifest: Manifest
     owners: Mapping[str, tuple[int, str]]
 
+    def owner(self, file: str) -> tuple[int, str]:
+        """Who serves a file. Raises `SourceFailed` if no one does any more."""
+        if file not in self.owners:
+            raise SourceFailed(
+                f"version {self.manifest.version} was published again without {file} since its manifest was read. Read its "
+                "manifest again."
+            )
+        return self.owners[file]
+
 
 class _Ended(NamedTuple):
     """All has come from a publisher, or no more will."""
@@ -140,7 +149,7 @@ class SharesClient:
         self, manifest: Manifest, file: str, start: int, stop: int, *, deadline: Deadline
     ) -> Iterator[Response]:
         """The answer with a range of a file, from the publisher that has it."""
-        client = self.clients[self.group(manifest, deadline).owners[file][0]]
+        client = self.clients[self.group(manifest, deadline).owner(file)[0]]
         with client.opened_range(manifest, file, start, stop, deadline=deadline) as response:
             yield response
 
@@ -267,10 +276,10 @@ class SharesReceiver:
         """Fill each memory, from all publishers at the same time; tells the index of each that is there. Nothing is
         verified. If publishers fail, `FilesFailed` says so when all that others have is there.
         """
-        owners = self._client.group(manifest, deadline).owners
+        group = self._client.group(manifest, deadline)
         parts: dict[int, list[int]] = defaultdict(list)  # by publisher
         for index in sorted(range(len(wanted)), key=lambda index: wanted[index][:2]):
-            parts[owners[wanted[index].file][0]].append(index)
+            parts[group.owner(wanted[index].file)[0]].append(index)
         told: SimpleQueue[int | _Ended] = SimpleQueue()
         stop = threading.Event()
         until = Deadline.after(deadline.remaining(), cancelled=stop)
@@ -279,7 +288,7 @@ class SharesReceiver:
             error: BaseException | None = None
             try:
                 mine = [wanted[index] for index in indices]
-                share = replace(manifest, root_digest=owners[mine[0].file][1])  # as its publisher knows the version
+                share = replace(manifest, root_digest=group.owner(mine[0].file)[1])  # as its publisher knows the version
                 with closing(self._readers[owner].ranges(share, mine, deadline=until)) as come:
                     for number in come:
                         told.put(indices[number])
