@@ -86,8 +86,8 @@ class Packed:
         """All changes that were fetched."""
         found: list[Run] = []
         for one in self.payloads:
-            needs = partial(self.wanted.needs, rank=one.rank)
-            found += decode_chunks(one.view, one.table, one.chunks, old, takes=needs, threads=threads)
+            takes = partial(self.wanted.needs, rank=one.rank) if self.wanted.elsewhere else None
+            found += decode_chunks(one.view, one.table, one.chunks, old, takes=takes, threads=threads)
         return found
 
     @property

@@ -65,6 +65,12 @@ class Inbox:
         following = self.executed + 1
         return following if following in self._commands else 0
 
+    @property
+    def next_action(self) -> Action | None:
+        """What the command that comes next asks for; None if it has not arrived."""
+        command = self._commands.get(self.executed + 1)
+        return command.action if command is not None else None
+
     def send(self, message: FromRank) -> None:
         """To the front end. Raises `ReplicaFailed` if it does not take messages for as long as a collective may last."""
         try:

@@ -41,7 +41,7 @@ from weightcast.errors import InvalidInput, WrongState
 log = logs.get(__name__)
 
 _IDLE_S = 1.0
-_PROOF_S = 0.02  # between two steps, for ranks to finish reading back: it takes longer beside a step
+_PROOF_S = 0.02  # once after a commit, between two steps, for ranks to finish reading back: it takes longer beside a step
 _BROKEN = "the model made logits that are not numbers. Its weights are broken or do not fit its dtype: load another version."
 
 
@@ -65,6 +65,7 @@ class Leader:
         self._paused = False
         self._scheduler.frozen = True  # until there are weights
         self._withheld: list[Output] | None = None  # made by weights that are not proved yet
+        self._proof_s = 0.0  # how long the next step may wait for their proof
         self._awake = False  # whether the peers are receiving steps
         self._signal = 0  # the command that rides on the next step message
 
@@ -74,11 +75,13 @@ class Leader:
             if not self._scheduler.has_work and not self._inbox.next_command:
                 self._park()
                 self._inbox.wait(_IDLE_S)
-            if self._withheld:  # clients wait for the word that ends the commit
-                self._inbox.wait(_PROOF_S)
+            if self._withheld and self._proof_s:  # clients wait for the word that ends the commit
+                self._inbox.wait(self._proof_s)
+                self._proof_s = 0.0
             self._take_requests()
             command = self._inbox.next_command
-            chunks = [] if command and self._withheld else self._scheduler.plan()
+            ends_commit = self._withheld and isinstance(self._inbox.next_action, Settle | Revert)
+            chunks = [] if ends_commit else self._scheduler.plan()
             if chunks:
                 self._step(chunks, command)
             elif command:
@@ -211,7 +214,7 @@ class Leader:
         result = self._rank.perform(number, action)
         match action:
             case Commit():
-                self._withheld = []
+                self._withheld, self._proof_s = [], _PROOF_S
                 if action.clear_cache:
                     self._scheduler.recompute()
             case Settle():
