@@ -288,7 +288,7 @@ def test_a_dead_publisher_is_done_without_where_others_hold_its_boxes(four, arra
         found = fetched(receiver, manifest, [("norm", Box.whole((48,))), ("embed", rows_of(arrays["embed"], 0, 4))])
         assert same(found[0], arrays["norm"])
 
-        with pytest.raises(SourceFailed, match=r"share-00001.bin failed, and nobody else holds these boxes of embed"):
+        with pytest.raises(SourceFailed, match=r"share-00001.bin failed, and no other publisher holds these boxes of embed"):
             fetched(receiver, manifest, [("embed", Box.whole(arrays["embed"].shape))])
 
 

@@ -30,7 +30,7 @@ _SLACK = 4  # memory that is this many times too large is given up for new one
 class MemoryHolding:
     """A version in one memory: `parts` tells where its files lie there, and `nbytes` how much is here of all tensors.
 
-    A version that several publishers share has one file here. Its `share` is told to receivers, which put it together.
+    A version that several publishers share has one file here. Receivers get its `share`, and put the version together.
     """
 
     def __init__(

@@ -256,7 +256,7 @@ def _covers_once(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
     Every edge moves to a random place. The volumes of the boxes then add up to that of the tensor if each cell between
     edges lies in one box: the volume of a cell is a product of its random lengths, so cells do not make up for one another.
-    Boxes that do not cover it once pass with a probability below 2 ** -120 (Schwartz-Zippel), and nobody can choose such.
+    Boxes that do not cover it once pass with a probability below 2 ** -120 (Schwartz-Zippel), and cannot be chosen.
     """
     places: list[dict[int, int]] = [defaultdict(lambda: secrets.randbits(128)) for _ in shape]
 

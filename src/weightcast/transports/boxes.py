@@ -192,7 +192,9 @@ def _planned(
         error = failed[files[0]]
         if isinstance(error, DigestMismatch):
             raise rebuilt(error.code, str(error))
-        raise SourceFailed(f"{', '.join(files)} failed, and nobody else holds these boxes of {listed}: {error}") from error
+        raise SourceFailed(
+            f"{', '.join(files)} failed, and no other publisher holds these boxes of {listed}: {error}"
+        ) from error
     blocks = [
         one
         for fetch in fetches

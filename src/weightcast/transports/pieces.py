@@ -183,7 +183,7 @@ def _received(
         there: set[int] = set()
         for index in told:
             if index in there or not 0 <= index < len(parts):
-                raise SourceFailed(f"{receiver.url} sent range {index} of {len(parts)} twice, or nobody asked for it.")
+                raise SourceFailed(f"{receiver.url} sent range {index} of {len(parts)} twice, or was not asked for it.")
             there.add(index)
             one = parts[index][0]
             one.left, missing = one.left - 1, missing - 1
