@@ -56,7 +56,7 @@ STALL_S = 10.0
 BUCKET_NBYTES = 64 << 20
 MIN_BUCKET_NBYTES = 1 << 12
 DELTAS = DeltaPolicy()
-_DELTA_SHARE, _DELTA_NBYTES = 16, 64 << 10  # of a version's memory, and beside: room for the changes since the one before
+_DELTA_SHARE, _DELTA_NBYTES = 16, 256 << 10  # of a version's memory, and beside: room for the changes since the one before
 
 
 class Publisher:
