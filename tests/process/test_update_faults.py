@@ -41,6 +41,18 @@ async def test_after_a_fault_one_whole_version_is_served(stand, case):
     await stand.run(case)
 
 
+@slow
+@both_ranks
+@pytest.mark.parametrize("commit", ["copy", "swap", "inplace"])
+@on_stand
+async def test_a_byte_that_is_read_wrong_once_is_read_again(stand, rank, commit):
+    await stand.bring_to(FULL_A)
+    stand.plant((rank, {"point": "read bytes", "do": "flip", "at": 4}))
+    await stand.update(FULL_B, commit=commit)
+    assert not stand.clear_faults()
+    await stand.judge(FULL_B)
+
+
 # -- cancelled, doubled, out of time -------------------------------------------------------------------------------------
 
 

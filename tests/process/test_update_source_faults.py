@@ -52,9 +52,18 @@ DAMAGES = [  # the commit mode, the version, the one that is damaged, how, and w
     ("delta", DELTA_1, DELTA_1, flip, DigestMismatch),
     ("swap", DELTA_1, DELTA_1, truncate, PartCorrupt),
     ("delta", DELTA_1, DELTA_1, to_pipe, PartCorrupt),
-    ("delta", DELTA_1, FULL_A, flip, DigestMismatch),
-    ("swap", DELTA_1, FULL_A, Path.unlink, PartCorrupt),
 ]
+
+
+@slow
+@pytest.mark.parametrize(("commit", "damage"), [("delta", flip), ("swap", Path.unlink)])
+@on_stand
+async def test_a_delta_on_what_is_served_does_not_read_its_base(stand, commit, damage):
+    await stand.bring_to(FULL_A)
+    store = stand.world.copy()
+    damage(part_of(store, FULL_A))
+    await stand.update(DELTA_1, commit=commit, source=f"file://{store}")
+    await stand.judge(DELTA_1)
 
 
 @slow
